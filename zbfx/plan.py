@@ -1,0 +1,215 @@
+"""Grammar and frozen types of a plan, in plain Python.
+
+    action    ::= kind stage "." microbatch        F0.3   B1.0   W2.7   BW0.3
+    kind      ::= "F" | "B" | "W" | "BW"
+    order     ::= action*                           what one rank does, first to last
+    ranks     ::= order per rank
+    Schedule  =   CostTable + ranks + times + memory + certificate
+
+Symbols are the paper's ("Zero Bubble Pipeline Parallelism", section 2.3): `T_F, T_B, T_W, T_comm` seconds,
+`M_B` bytes held per microbatch from F until B, `M_W` bytes held from B until W. Nothing here knows torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from fractions import Fraction
+
+from zbfx.errors import ZbfxError
+
+Number = int | float | Fraction
+
+
+class Kind(str, Enum):
+    """What an action computes. `BW` is the fused backward: B and W of one microbatch back to back."""
+
+    F = "F"
+    B = "B"
+    W = "W"
+    BW = "BW"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+ACTION_PATTERN = re.compile(r"(F|BW|B|W)(\d+)\.(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One F, B, W or BW of one stage and one microbatch; `str(action)` is its text form and `parse` reads it back."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.stage}.{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        match = ACTION_PATTERN.fullmatch(text.strip())
+        if match is None:
+            raise ZbfxError(f"an action reads like F0.3 (kind F, B, W or BW, stage, microbatch); found {text!r}")
+        return cls(Kind(match[1]), int(match[2]), int(match[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """What one stage costs per microbatch. Times in seconds, memory in bytes (any consistent unit works).
+
+    `saved_bytes` is the paper's M_B, held from F until B; `weight_saved_bytes` its M_W, held from B until W.
+    `backward_s` is the fused backward BW, by default B + W. `static_bytes` is what the stage holds through the
+    whole step: weights, gradients, optimizer state, buffers.
+    """
+
+    forward_s: Number
+    backward_input_s: Number
+    backward_weight_s: Number
+    saved_bytes: Number = 1
+    weight_saved_bytes: Number = 0
+    static_bytes: Number = 0
+    backward_s: Number | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("forward_s", "backward_input_s", "backward_weight_s", "saved_bytes", "weight_saved_bytes", "static_bytes"):
+            value = getattr(self, name)
+            if not value >= 0 or value == float("inf"):
+                raise ZbfxError(f"a stage's {name} is a finite number >= 0; found {value!r}")
+
+    def seconds(self, kind: Kind) -> Number:
+        if kind is Kind.F:
+            return self.forward_s
+        if kind is Kind.B:
+            return self.backward_input_s
+        if kind is Kind.W:
+            return self.backward_weight_s
+        return self.backward_input_s + self.backward_weight_s if self.backward_s is None else self.backward_s
+
+    @property
+    def work_s(self) -> Number:
+        """T_F + T_B + T_W of one microbatch."""
+        return self.forward_s + self.backward_input_s + self.backward_weight_s
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Values that stage `source` sends to stage `target` (`source < target`) and the gradients that come back.
+
+    `forward_s` and `backward_s` are one way, in seconds, when the stages live on different ranks; stages of one
+    rank exchange values at no cost. None means that nothing is sent that way: no dependency.
+    """
+
+    source: int
+    target: int
+    forward_s: Number | None
+    backward_s: Number | None
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Costs of every stage and edge, and where each stage lives.
+
+    `placement[stage]` is the stage's rank. `edges` may skip stages; a plain pipeline has one per stage boundary
+    (`CostTable.chain` builds that).
+    """
+
+    stages: tuple[StageCost, ...]
+    edges: tuple[Edge, ...]
+    placement: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ZbfxError("a cost table needs at least one stage; found none")
+        if len(self.placement) != len(self.stages):
+            raise ZbfxError(f"placement names a rank for each of the {len(self.stages)} stages; found {len(self.placement)} entries")
+        if set(self.placement) != set(range(max(self.placement) + 1)):
+            raise ZbfxError(f"placement uses every rank from 0 up at least once; found {self.placement}")
+        for edge in self.edges:
+            if not 0 <= edge.source < edge.target < len(self.stages):
+                raise ZbfxError(f"an edge goes from a stage to a later one of {len(self.stages)}; found {edge.source} -> {edge.target}")
+
+    @property
+    def rank_count(self) -> int:
+        return max(self.placement) + 1
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+
+    @classmethod
+    def chain(
+        cls,
+        stages: Sequence[StageCost],
+        comm_s: Number | Sequence[Number] = 0,
+        placement: Sequence[int] | None = None,
+        backward_comm_s: Number | Sequence[Number] | None = None,
+    ) -> CostTable:
+        """A plain pipeline: every stage feeds the next. `comm_s` is one number or one per boundary, forward and, unless given apart, backward."""
+        boundaries = len(stages) - 1
+
+        def per_boundary(value: Number | Sequence[Number]) -> list[Number]:
+            values = list(value) if isinstance(value, Sequence) else [value] * boundaries
+            if len(values) != boundaries:
+                raise ZbfxError(f"{len(stages)} stages have {boundaries} boundaries; found {len(values)} communication times")
+            return values
+
+        forward = per_boundary(comm_s)
+        backward = forward if backward_comm_s is None else per_boundary(backward_comm_s)
+        edges = tuple(Edge(i, i + 1, forward[i], backward[i]) for i in range(boundaries))
+        return cls(tuple(stages), edges, tuple(range(len(stages)) if placement is None else placement))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When an action runs: `start_s` to `end_s` on the step's clock."""
+
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Per rank an order of actions, timed, checked, with a proven lower bound on the iteration time.
+
+    `ranks[r]` is rank r's order, `spans[r]` the same actions with times. `peak_bytes[r]` is the most memory rank r
+    holds, `static_bytes` of its stages included. `lower_bound_s` holds for every schedule under the same costs,
+    placement and memory limit; `gap` 0 means proven optimal.
+    """
+
+    name: str
+    costs: CostTable
+    microbatches: int
+    ranks: tuple[tuple[Action, ...], ...]
+    spans: tuple[tuple[Span, ...], ...]
+    peak_bytes: tuple[float, ...]
+    mem_limit: tuple[float, ...] | None = None  # bytes per rank; None: unlimited
+    lower_bound_s: float = 0.0
+    search_s: float = 0.0  # how long planning took
+    notes: tuple[str, ...] = field(default=())  # what was compared, what was not split, why the search stopped
+
+    @property
+    def iteration_s(self) -> float:
+        """The paper's cost: the longest rank's time from the start of its first F to the end of its last W."""
+        return max((spans[-1].end_s - spans[0].start_s for spans in self.spans if spans), default=0.0)
+
+    @property
+    def makespan_s(self) -> float:
+        """From the first start to the last end over all ranks."""
+        return max((spans[-1].end_s for spans in self.spans if spans), default=0.0)
+
+    @property
+    def bubble_rate(self) -> float:
+        """(iteration time - work of the heaviest rank) / iteration time (section 5.3 of the paper)."""
+        work = max(
+            sum(float(self.costs.stages[s].work_s) for s in self.costs.stages_of(rank)) for rank in range(self.costs.rank_count)
+        )
+        return 1.0 - self.microbatches * work / self.iteration_s if self.iteration_s else 0.0
+
+    @property
+    def gap(self) -> float:
+        """(iteration time - lower bound) / lower bound; 0 is proven optimal."""
+        return max(0.0, self.iteration_s / self.lower_bound_s - 1.0) if self.lower_bound_s else float("inf")
