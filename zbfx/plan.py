@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from fractions import Fraction
 
 from zbfx.errors import ZbfxError
@@ -23,16 +23,13 @@ from zbfx.errors import ZbfxError
 Number = int | float | Fraction
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What an action computes. `BW` is the fused backward: B and W of one microbatch back to back."""
 
     F = "F"
     B = "B"
     W = "W"
     BW = "BW"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 ACTION_PATTERN = re.compile(r"(F|BW|B|W)(\d+)\.(\d+)")
@@ -75,7 +72,8 @@ class StageCost:
     backward_s: Number | None = None
 
     def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_input_s", "backward_weight_s", "saved_bytes", "weight_saved_bytes", "static_bytes"):
+        times = ("forward_s", "backward_input_s", "backward_weight_s")
+        for name in (*times, "saved_bytes", "weight_saved_bytes", "static_bytes"):
             value = getattr(self, name)
             if not value >= 0 or value == float("inf"):
                 raise ZbfxError(f"a stage's {name} is a finite number >= 0; found {value!r}")
@@ -125,12 +123,17 @@ class CostTable:
         if not self.stages:
             raise ZbfxError("a cost table needs at least one stage; found none")
         if len(self.placement) != len(self.stages):
-            raise ZbfxError(f"placement names a rank for each of the {len(self.stages)} stages; found {len(self.placement)} entries")
+            raise ZbfxError(
+                f"placement names a rank for each of the {len(self.stages)} stages; found {len(self.placement)} entries"
+            )
         if set(self.placement) != set(range(max(self.placement) + 1)):
             raise ZbfxError(f"placement uses every rank from 0 up at least once; found {self.placement}")
         for edge in self.edges:
             if not 0 <= edge.source < edge.target < len(self.stages):
-                raise ZbfxError(f"an edge goes from a stage to a later one of {len(self.stages)}; found {edge.source} -> {edge.target}")
+                raise ZbfxError(
+                    f"an edge goes from a stage to a later one of {len(self.stages)}; "
+                    f"found {edge.source} -> {edge.target}"
+                )
 
     @property
     def rank_count(self) -> int:
@@ -147,13 +150,18 @@ class CostTable:
         placement: Sequence[int] | None = None,
         backward_comm_s: Number | Sequence[Number] | None = None,
     ) -> CostTable:
-        """A plain pipeline: every stage feeds the next. `comm_s` is one number or one per boundary, forward and, unless given apart, backward."""
+        """A plain pipeline: every stage feeds the next.
+
+        `comm_s` is one number or one per boundary, forward and, unless given apart, backward.
+        """
         boundaries = len(stages) - 1
 
         def per_boundary(value: Number | Sequence[Number]) -> list[Number]:
             values = list(value) if isinstance(value, Sequence) else [value] * boundaries
             if len(values) != boundaries:
-                raise ZbfxError(f"{len(stages)} stages have {boundaries} boundaries; found {len(values)} communication times")
+                raise ZbfxError(
+                    f"{len(stages)} stages have {boundaries} boundaries; found {len(values)} communication times"
+                )
             return values
 
         forward = per_boundary(comm_s)
@@ -204,8 +212,10 @@ class Schedule:
     @property
     def bubble_rate(self) -> float:
         """(iteration time - work of the heaviest rank) / iteration time (section 5.3 of the paper)."""
+        stages = self.costs.stages
         work = max(
-            sum(float(self.costs.stages[s].work_s) for s in self.costs.stages_of(rank)) for rank in range(self.costs.rank_count)
+            sum(float(stages[stage].work_s) for stage in self.costs.stages_of(rank))
+            for rank in range(self.costs.rank_count)
         )
         return 1.0 - self.microbatches * work / self.iteration_s if self.iteration_s else 0.0
 

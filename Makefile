@@ -1,0 +1,27 @@
+# Two commands do everything: `make demo` runs the main job, `make test` runs the checks and the tests.
+# Both create the virtual environment and install into it when it is missing.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := test
+.PHONY: demo test lint
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,demo]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/train_gpt.py
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest

@@ -1,0 +1,1 @@
+"""A schedule as text, SVG, HTML and Chrome trace: pure functions of a `Schedule`."""
