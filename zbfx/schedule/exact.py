@@ -1,0 +1,141 @@
+"""Costs as exact integers, and orders as small integer codes: the form in which the planner computes.
+
+Sums of floats break equality tests ("does this F still fit?", "is the bound met?"), so every time becomes a whole
+number of ticks and every size a whole number of units. A float stands for the decimal number that it prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import lcm
+
+from zbfx.errors import InvalidSchedule, ZbfxError
+from zbfx.plan import Action, CostTable, Kind, Number
+
+F, B, W, BW = range(4)  # the kind part of a code
+KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
+KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}
+
+Source = tuple[int, int]  # (group whose output is needed, ticks that it travels)
+
+
+def exact(value: Number) -> Fraction:
+    """0.1 means one tenth, not the binary number next to it."""
+    return Fraction(repr(float(value))) if isinstance(value, float) else Fraction(value)
+
+
+def _scaled(columns: Sequence[Sequence[Number]]) -> tuple[list[list[int]], int]:
+    fractions = [[exact(value) for value in column] for column in columns]
+    scale = lcm(1, *(value.denominator for column in fractions for value in column))
+    return [[int(value * scale) for value in column] for column in fractions], scale
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One planning problem in integers; `S` stages, `m` microbatches, `p` ranks.
+
+    The group of an action is `kind * S + stage` and its code `group * m + microbatch`. `ticks[group]` is how long
+    it takes, `grows[group]` what it adds to its rank's memory, `sources[group]` whose outputs it waits for and
+    `output[group]` under which group others find its result (a fused backward BW answers for its B).
+    """
+
+    stage_count: int
+    rank_count: int
+    microbatches: int
+    placement: tuple[int, ...]
+    ticks: tuple[int, ...]
+    grows: tuple[int, ...]
+    sources: tuple[tuple[Source, ...], ...]
+    output: tuple[int, ...]
+    static: tuple[int, ...]  # memory units per rank, through the whole step
+    ticks_per_s: int
+    units_per_byte: int
+
+    def seconds(self, ticks: int) -> float:
+        return ticks / self.ticks_per_s
+
+    def bytes(self, units: int) -> float:
+        return units / self.units_per_byte
+
+    def group(self, kind: int, stage: int) -> int:
+        return kind * self.stage_count + stage
+
+    def code(self, action: Action) -> int:
+        return (KIND_INDEX[action.kind] * self.stage_count + action.stage) * self.microbatches + action.microbatch
+
+    def action(self, code: int) -> Action:
+        group, microbatch = divmod(code, self.microbatches)
+        kind, stage = divmod(group, self.stage_count)
+        return Action(KINDS[kind], stage, microbatch)
+
+    def encode(self, ranks: Sequence[Sequence[Action]]) -> list[list[int]]:
+        count, m = self.stage_count, self.microbatches
+        if len(ranks) != self.rank_count:
+            raise InvalidSchedule(f"the placement has {self.rank_count} ranks; the schedule gives orders for {len(ranks)}")
+        bases = {kind: index * count for kind, index in KIND_INDEX.items()}
+        for rank, order in enumerate(ranks):
+            for action in order:
+                if not (action.stage < count and action.microbatch < m):
+                    raise InvalidSchedule(
+                        f"rank {rank} runs {action}; there are stages 0 to {count - 1} and microbatches 0 to {m - 1}"
+                    )
+        return [[(bases[a.kind] + a.stage) * m + a.microbatch for a in order] for order in ranks]
+
+    def decode(self, orders: Iterable[Iterable[int]]) -> tuple[tuple[Action, ...], ...]:
+        return tuple(tuple(self.action(code) for code in order) for order in orders)
+
+    def units(self, limit: Sequence[Number] | None) -> list[int] | None:
+        """A limit per rank in bytes as whole units that activations may take (rounded down, which changes nothing)."""
+        if limit is None:
+            return None
+        return [int(exact(value) * self.units_per_byte // 1) - held for value, held in zip(limit, self.static, strict=True)]
+
+
+def instance(costs: CostTable, microbatches: int) -> Instance:
+    if microbatches < 1:
+        raise ZbfxError(f"a step has at least one microbatch; found {microbatches}")
+    stages = costs.stages
+    count = len(stages)
+    times = [[stage.seconds(kind) for stage in stages] for kind in KINDS]
+    forward = [0 if edge.forward_s is None else edge.forward_s for edge in costs.edges]
+    backward = [0 if edge.backward_s is None else edge.backward_s for edge in costs.edges]
+    (*kinds, forward_ticks, backward_ticks), ticks_per_s = _scaled([*times, forward, backward])
+    (saved, weight_saved, static), units_per_byte = _scaled(
+        [
+            [s.saved_bytes for s in stages],
+            [s.weight_saved_bytes for s in stages],
+            [s.static_bytes for s in stages],
+        ]
+    )
+    sources: list[list[Source]] = [[] for _ in range(4 * count)]
+    for stage in range(count):
+        sources[B * count + stage].append((F * count + stage, 0))
+        sources[W * count + stage].append((B * count + stage, 0))
+        sources[BW * count + stage].append((F * count + stage, 0))
+    for edge, there, back in zip(costs.edges, forward_ticks, backward_ticks, strict=True):
+        local = costs.placement[edge.source] == costs.placement[edge.target]
+        if edge.forward_s is not None:
+            sources[F * count + edge.target].append((F * count + edge.source, 0 if local else there))
+        if edge.backward_s is not None:
+            for kind in (B, BW):
+                sources[kind * count + edge.source].append((B * count + edge.target, 0 if local else back))
+    return Instance(
+        stage_count=count,
+        rank_count=costs.rank_count,
+        microbatches=microbatches,
+        placement=costs.placement,
+        ticks=tuple(ticks for column in kinds for ticks in column),
+        grows=(
+            *saved,
+            *(after - before for before, after in zip(saved, weight_saved, strict=True)),
+            *(-size for size in weight_saved),
+            *(-size for size in saved),
+        ),
+        sources=tuple(tuple(needed) for needed in sources),
+        output=(*range(3 * count), *range(B * count, (B + 1) * count)),
+        static=tuple(sum(static[stage] for stage in costs.stages_of(rank)) for rank in range(costs.rank_count)),
+        ticks_per_s=ticks_per_s,
+        units_per_byte=units_per_byte,
+    )

@@ -1,0 +1,72 @@
+"""Schedules made by hand: GPipe, 1F1B, and the paper's ZB-H1 and ZB-H2 (section 2), for one stage per rank."""
+
+from __future__ import annotations
+
+from zbfx.errors import ZbfxError
+from zbfx.plan import Action, CostTable, Kind
+
+Ranks = tuple[tuple[Action, ...], ...]
+
+
+def gpipe(costs: CostTable, microbatches: int) -> Ranks:
+    """All forwards, then all backwards; works for every placement."""
+    ranks = []
+    for rank in range(costs.rank_count):
+        stages = costs.stages_of(rank)
+        forward = [Action(Kind.F, stage, j) for stage in stages for j in range(microbatches)]
+        backward = [Action(Kind.BW, stage, j) for stage in reversed(stages) for j in range(microbatches)]
+        ranks.append((*forward, *backward))
+    return tuple(ranks)
+
+
+def require_linear(name: str, costs: CostTable) -> None:
+    if costs.placement != tuple(range(len(costs.stages))):
+        expected = tuple(range(len(costs.stages)))
+        raise ZbfxError(f"{name} puts stage i on rank i: expected placement {expected}, found {costs.placement}")
+
+
+def one_f_one_b(costs: CostTable, microbatches: int) -> Ranks:
+    """1F1B: stage i warms up with p - i Fs, then alternates BW and F. The gradient leaves after the fused backward."""
+    require_linear("1f1b", costs)
+    stages, m = len(costs.stages), microbatches
+    ranks = []
+    for stage in range(stages):
+        warm_up = min(stages - stage, m)
+        order = [Action(Kind.F, stage, j) for j in range(warm_up)]
+        for j in range(m):
+            order.append(Action(Kind.BW, stage, j))
+            if warm_up + j < m:
+                order.append(Action(Kind.F, stage, warm_up + j))
+        ranks.append(tuple(order))
+    return tuple(ranks)
+
+
+def delayed_w(stage: int, microbatches: int, warm_up: int, delay: int) -> tuple[Action, ...]:
+    """`warm_up` Fs, then rounds of B, W, F in which W lags `delay` Bs behind; B and W alternate once the Fs have run out."""
+    warm_up = min(warm_up, microbatches)
+    order = [Action(Kind.F, stage, j) for j in range(warm_up)]
+    next_w = 0
+    for j in range(microbatches):
+        order.append(Action(Kind.B, stage, j))
+        forward = warm_up + j
+        if j >= delay or forward >= microbatches:
+            order.append(Action(Kind.W, stage, next_w))
+            next_w += 1
+        if forward < microbatches:
+            order.append(Action(Kind.F, stage, forward))
+    order.extend(Action(Kind.W, stage, j) for j in range(next_w, microbatches))
+    return tuple(order)
+
+
+def zb_h1(costs: CostTable, microbatches: int) -> Ranks:
+    """ZB-H1 (section 2.1): 1F1B's warm-up, and stage i's Ws i Bs late."""
+    require_linear("zb-h1", costs)
+    stages = len(costs.stages)
+    return tuple(delayed_w(i, microbatches, stages - i, i) for i in range(stages))
+
+
+def zb_h2(costs: CostTable, microbatches: int) -> Ranks:
+    """ZB-H2 (section 2.2): 2(p - i) - 1 Fs of warm-up, and stage i's Ws 2i Bs late."""
+    require_linear("zb-h2", costs)
+    stages = len(costs.stages)
+    return tuple(delayed_w(i, microbatches, 2 * (stages - i) - 1, 2 * i) for i in range(stages))

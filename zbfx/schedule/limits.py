@@ -1,0 +1,72 @@
+"""Memory limits: reading what the user wrote, and the smallest limit that any schedule can meet (appendix "memory limit")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from zbfx.errors import NoFeasibleSchedule, ZbfxError
+from zbfx.plan import CostTable, Number
+from zbfx.schedule.exact import exact
+
+MemLimit = Number | str | Sequence[Number] | None
+
+
+def one_x(costs: CostTable) -> Fraction:
+    """Activation bytes of 1F1B, the unit of "2x": p times the largest M_B of a rank, over all its stages."""
+    ranks = range(costs.rank_count)
+    return len(ranks) * max(sum((exact(costs.stages[s].saved_bytes) for s in costs.stages_of(r)), Fraction()) for r in ranks)
+
+
+def static_bytes(costs: CostTable, rank: int) -> Fraction:
+    return sum((exact(costs.stages[s].static_bytes) for s in costs.stages_of(rank)), Fraction())
+
+
+def limit_per_rank(costs: CostTable, mem_limit: MemLimit) -> tuple[Number, ...] | None:
+    """Bytes per rank, static bytes included. "1.5x" allows 1.5 times `one_x` for activations on top of each rank's static bytes."""
+    if mem_limit is None:
+        return None
+    if isinstance(mem_limit, str):
+        text = mem_limit.strip().lower()
+        try:
+            if not text.endswith("x"):
+                return (Fraction(text),) * costs.rank_count
+            allowed = Fraction(text[:-1]) * one_x(costs)
+        except ValueError as error:
+            raise ZbfxError(f'a memory limit is a number of bytes, a multiple like "2x", or one number per rank; found {mem_limit!r}') from error
+        return tuple(allowed + static_bytes(costs, rank) for rank in range(costs.rank_count))
+    if isinstance(mem_limit, Sequence):
+        if len(mem_limit) != costs.rank_count:
+            raise ZbfxError(f"one memory limit per rank: expected {costs.rank_count}, found {len(mem_limit)}")
+        return tuple(mem_limit)
+    return (mem_limit,) * costs.rank_count
+
+
+def smallest_limit(costs: CostTable, rank: int) -> Fraction:
+    """The least bytes with which `rank` can run at all.
+
+    One microbatch after the other, each backward fused, holds one M_B per stage and nothing else. It cannot be less
+    where a microbatch's forward passes all of the rank's stages before its backward returns to the first of them,
+    as in every pipeline in which each stage feeds the next.
+    """
+    return static_bytes(costs, rank) + sum((exact(costs.stages[s].saved_bytes) for s in costs.stages_of(rank)), Fraction())
+
+
+def require_feasible(costs: CostTable, limits: Sequence[Number] | None) -> None:
+    """Raise NoFeasibleSchedule if some rank cannot hold even one microbatch."""
+    if limits is None:
+        return
+    least = [smallest_limit(costs, rank) for rank in range(costs.rank_count)]
+    short = [rank for rank, need in enumerate(least) if exact(limits[rank]) < need]
+    if not short:
+        return
+    rank = max(short, key=lambda r: least[r])
+    stage = max(costs.stages_of(rank), key=lambda s: exact(costs.stages[s].static_bytes) + exact(costs.stages[s].saved_bytes))
+    one_limit = max(least) if len(set(limits)) == 1 else least[rank]
+    raise NoFeasibleSchedule(
+        f"no schedule fits in {float(limits[rank]):g} bytes on rank {rank}: it holds {float(static_bytes(costs, rank)):g} bytes throughout and "
+        f"{float(least[rank] - static_bytes(costs, rank)):g} for a single microbatch. The smallest feasible limit is {float(one_limit):g}, "
+        f"set by stage {stage} (M_B {float(costs.stages[stage].saved_bytes):g}, static {float(costs.stages[stage].static_bytes):g}). "
+        "Raise the limit, use smaller microbatches, or cut the model into more stages.",
+        float(one_limit),
+    )
