@@ -17,6 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
+from os import PathLike
+from pathlib import Path
+from shutil import get_terminal_size
 
 from zbfx.errors import ZbfxError
 
@@ -223,3 +226,27 @@ class Schedule:
     def gap(self) -> float:
         """(iteration time - lower bound) / lower bound; 0 is proven optimal."""
         return max(0.0, self.iteration_s / self.lower_bound_s - 1.0) if self.lower_bound_s else float("inf")
+
+    def __str__(self) -> str:
+        """The rank x time grid in characters, as wide as the terminal."""
+        from zbfx.show.text import grid
+
+        return grid(self, width=get_terminal_size((120, 24)).columns)
+
+    def svg(self) -> str:
+        """The grid as an SVG document."""
+        from zbfx.show.svg import svg
+
+        return svg(self)
+
+    def html(self) -> str:
+        """The grid as a self-contained page; hovering shows action and times."""
+        from zbfx.show.html import html
+
+        return html(self)
+
+    def trace(self, path: str | PathLike[str]) -> None:
+        """Write the schedule to `path` in Chrome's trace format."""
+        from zbfx.show.trace import trace
+
+        Path(path).write_text(trace(self))
