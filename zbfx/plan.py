@@ -109,6 +109,14 @@ class Edge:
     forward_s: Number | None
     backward_s: Number | None
 
+    def __post_init__(self) -> None:
+        for value in (self.forward_s, self.backward_s):
+            if value is not None and (not value >= 0 or value == float("inf")):
+                raise ZbfxError(
+                    f"communication takes a finite number of seconds >= 0; "
+                    f"found {value!r} on edge {self.source} -> {self.target}"
+                )
+
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
@@ -157,7 +165,7 @@ class CostTable:
 
         `comm_s` is one number or one per boundary, forward and, unless given apart, backward.
         """
-        boundaries = len(stages) - 1
+        boundaries = max(0, len(stages) - 1)
 
         def per_boundary(value: Number | Sequence[Number]) -> list[Number]:
             values = list(value) if isinstance(value, Sequence) else [value] * boundaries

@@ -1,0 +1,156 @@
+"""The command line, by value: output, messages, exit status. Run: pytest tests/test_cli.py (no device needed)."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zbfx.cli import main
+
+TABLE = {
+    "stages": [{"t_f": 2, "t_b": 3, "t_w": 5, "m_b": 4, "m_w": 1}] * 2,
+    "t_comm": 7,
+}
+
+
+@pytest.fixture
+def costs(tmp_path: Path) -> str:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(TABLE))
+    return str(path)
+
+
+def test_plan_prints_json_with_the_documented_fields(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--costs", costs, "--microbatches", "2", "--schedule", "zb-h1", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert list(plan) == [
+        "schedule", "iteration_time", "bubble_rate", "peak_memory", "lower_bound", "gap", "seconds", "ranks",
+    ]  # fmt: skip
+    assert (plan["schedule"], plan["iteration_time"], plan["peak_memory"]) == ("zb-h1", 37, [8, 5])
+    assert plan["bubble_rate"] == pytest.approx(1 - 20 / 37, rel=1e-12)
+    assert [len(rank) for rank in plan["ranks"]] == [6, 6]
+    assert plan["ranks"][1][3] == {"action": "B1.1", "start": 16, "end": 19}
+
+
+@pytest.mark.parametrize(("limit", "status"), [("8", 0), ("1x", 0), ("7.9", 2), ("0.9x", 2), ("two", 2)])
+def test_memory_limit_is_a_number_or_a_multiple(costs: str, limit: str, status: int) -> None:
+    command = ["plan", "--costs", costs, "--microbatches", "2", "--schedule", "zb-h1", "--mem-limit", limit]
+    assert main(command) == status
+
+
+def test_plan_prints_the_order_of_each_rank(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--costs", costs, "--microbatches", "2", "--schedule", "zb-h1"]) == 0
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "rank 0: F0.0 F0.1 B0.0 W0.0 B0.1 W0.1",
+        "rank 1: F1.0 B1.0 F1.1 B1.1 W1.0 W1.1",
+    ]
+
+
+def test_show_draws_the_grid(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--costs", costs, "--microbatches", "2", "--schedule", "zb-h1", "--width", "60"]) == 0
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "rank 0 |F0F1.................B0-W0---B1-W1---|",
+        "rank 1 |.........F0B0-F1B1-W0---W1---........|",
+    ]
+
+
+def test_show_writes_files(costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {name: str(tmp_path / f"grid.{name}") for name in ("svg", "html", "trace")}
+    options = [word for name, path in files.items() for word in (f"--{name}", path)]
+    assert main(["show", "--costs", costs, "--microbatches", "2", "--schedule", "1f1b", *options]) == 0
+    assert capsys.readouterr().out == ""
+    assert Path(files["svg"]).read_text().startswith("<svg")
+    assert Path(files["html"]).read_text().startswith("<!doctype html>")
+    assert "traceEvents" in json.loads(Path(files["trace"]).read_text())
+
+
+def test_compare_lists_what_fits_and_says_why_the_rest_does_not(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["compare", "--costs", costs, "--microbatches", "4", "--mem-limit", "1x", "--budget", "0.1"]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {cells[0]: cells for cells in ([c.strip() for c in line.split("│")[1:-1]] for line in lines if "│" in line)}
+    assert rows["1f1b"][1:4] == ["78", "0.48718", "8"]
+    assert rows["zb-h1"][1:4] == ["68", "0.41176", "8"]
+    assert "gpipe" not in rows
+    assert any(line.startswith("gpipe: rank 0, step 2: F0.2 raises memory to 12 bytes") for line in lines)
+
+
+def test_compare_as_json(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--costs", costs, "--microbatches", "4", "--budget", "0.1", "--json"]) == 0
+    rows = {row["schedule"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["gpipe"]["iteration_time"] == 64
+    assert rows["zb-h2"]["peak_memory"] == [12, 6]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "expected an object with stages, t_comm, edges, placement; found []"),
+        ('{"stages": [{"t_f": 1, "t_b": 1}]}', "stages[0]: the field 't_w' is missing"),
+        ('{"stages": [{"t_f": "1", "t_b": 1, "t_w": 1}]}', "stages[0].t_f: expected a number; found '1'"),
+        ('{"stages": [{"t_f": -1, "t_b": 1, "t_w": 1}]}', "stages[0]: a stage's forward_s is a finite number >= 0"),
+        ('{"stages": [{"t_f": 1, "t_b": 1, "t_w": 1, "mb": 1}]}', "no field is called 'mb'; known: t_f, t_b, t_w"),
+        ('{"stages": [{"t_f": 1, "t_b": 1, "t_w": 1}], "placement": [1]}', "placement uses every rank from 0 up"),
+        ('{"stages": [{"t_f": 1, "t_b": 1, "t_w": 1}], "placement": [0.5]}', "expected a whole number; found 0.5"),
+        ('{"stages": [{"t_f": NaN, "t_b": 1, "t_w": 1}]}', "a finite number >= 0; found nan"),
+        ('{"stages": []}', "a cost table needs at least one stage"),
+    ],
+)
+def test_bad_costs_are_one_message(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    assert main(["plan", "--costs", str(path), "--microbatches", "2", "--schedule", "1f1b"]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("zbfx: error: ")
+    assert message in output.err
+    assert output.err.count("\n") == 1
+
+
+def test_missing_file_and_unknown_schedule(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--costs", "no.json", "--microbatches", "2"]) == 2
+    assert capsys.readouterr().err == "zbfx: error: cannot read the cost table no.json: No such file or directory\n"
+    assert main(["plan", "--costs", costs, "--microbatches", "2", "--schedule", "zb-9"]) == 2
+    assert "no schedule is called 'zb-9'; known: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option", [["--microbatches", "0"], ["--microbatches", "x"], ["--microbatches", "2", "--budget", "-1"]]
+)
+def test_wrong_options_end_with_usage(costs: str, option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--costs", costs, *option])
+    assert stop.value.code == 2
+    assert "usage: zbfx plan" in capsys.readouterr().err
+
+
+def test_reader_that_goes_away_leaves_no_traceback(costs: str) -> None:
+    command = [sys.executable, "-m", "zbfx", "plan", "--costs", costs, "--microbatches", "5000", "--schedule", "gpipe"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(10) == b"rank 0: F0"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 141
+
+
+def test_interrupt_leaves_no_traceback(costs: str) -> None:
+    script = (
+        "import sys, time\nfrom zbfx.cli import main\nfrom zbfx.schedule import register\n"
+        "@register('slow')\ndef slow(costs, microbatches):\n    print('started', flush=True)\n    time.sleep(60)\n"
+        f"sys.exit(main(['plan', '--costs', {costs!r}, '--microbatches', '2', '--schedule', 'slow']))"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"started\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert errors == b"zbfx: interrupted\n"
+    assert process.returncode == 130
