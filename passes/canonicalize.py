@@ -1,0 +1,124 @@
+"""Joint -> Joint in the form that the other passes expect.
+
+1. No `detach` and no `alias`: in a functional graph they are their input.
+2. A buffer that the model writes is read once, through a clone, so that later microbatches cannot change what was read.
+3. A parameter's gradient is listed as its separate contributions, not as their sum: each then belongs to one stage.
+4. A fused backward node that computes an expensive gradient of both kinds becomes two nodes.
+5. Every output is computed: one that is an input gets a clone. Nothing is computed that no output needs.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from zbfx._torch import GRADIENT_ADDITION_MARK
+from zbfx.graphs import Joint, Port, Role
+from zbfx.passes.nodes import copy_graph, is_view
+
+aten = torch.ops.aten
+
+# Fused backward ops worth splitting by their output mask (position of the mask argument). Norms are not: their
+# weight gradient is a cheap sum, and keeping it for W would hold two activations until then.
+MASKED_BACKWARD = {aten.convolution_backward.default: 10}
+
+
+def canonicalize(joint: Joint) -> Joint:
+    """The rewrites above, on a copy."""
+    graph = copy_graph(joint.graph)
+    joint = replace(joint, graph=graph)
+    remove_identities(graph)
+    clone_passed_inputs(graph)
+    clone_written_buffers(joint)
+    joint = separate_contributions(joint)
+    split_masked_backwards(graph)
+    graph.eliminate_dead_code()
+    graph.lint()
+    return joint
+
+
+def remove_identities(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if node.target in (aten.detach.default, aten.alias.default):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def clone_passed_inputs(graph: fx.Graph) -> None:
+    output = graph.output_node()
+    values = []
+    for value in output.args[0]:  # type: ignore[union-attr]
+        if value.op == "placeholder":  # type: ignore[union-attr]
+            with graph.inserting_before(output):
+                clone = graph.call_function(aten.clone.default, (value,))
+            clone.meta = dict(value.meta)  # type: ignore[union-attr]
+            value = clone
+        values.append(value)
+    output.args = (tuple(values),)
+
+
+def clone_written_buffers(joint: Joint) -> None:
+    written = {port.name for port in joint.outputs if port.role is Role.BUFFER_UPDATE}
+    for placeholder, port in joint.input_ports().items():
+        if port.role is Role.BUFFER and port.name in written and placeholder.users:
+            first_use = min(placeholder.users)
+            with joint.graph.inserting_before(first_use):
+                clone = joint.graph.call_function(aten.clone.default, (placeholder,))
+            clone.meta = {**placeholder.meta, "is_backward": False}
+            placeholder.replace_all_uses_with(clone, delete_user_cb=lambda user, clone=clone: user is not clone)
+
+
+def separate_contributions(joint: Joint) -> Joint:
+    """List each term of a parameter's gradient as an output of its own."""
+    values: list[fx.Node] = []
+    ports: list[Port] = []
+    for value, port in zip(joint.output_values, joint.outputs, strict=True):
+        terms = contributions(value, joint.graph) if port.role is Role.GRADIENT else [value]
+        values += terms
+        ports += [port] * len(terms)
+    joint.graph.output_node().args = (tuple(values),)
+    return replace(joint, outputs=tuple(ports))
+
+
+def is_gradient_addition(node: fx.Node) -> bool:
+    return node.target is aten.add.Tensor and GRADIENT_ADDITION_MARK in (node.meta.get("stack_trace") or "")
+
+
+def contributions(value: fx.Node, graph: fx.Graph) -> list[fx.Node]:
+    """The terms whose sum is `value`; views of a sum are sums of views, bit for bit."""
+    if len(value.users) == 1 and is_gradient_addition(value):
+        left, right = value.args
+        return contributions(left, graph) + contributions(right, graph)  # type: ignore[arg-type]
+    if len(value.users) == 1 and is_view(value):
+        terms = contributions(value.args[0], graph)  # type: ignore[arg-type]
+        if len(terms) > 1:
+            views = []
+            for term in terms:
+                with graph.inserting_before(value):
+                    view = graph.node_copy(value, lambda _, term=term: term)
+                views.append(view)
+            return views
+    return [value]
+
+
+def split_masked_backwards(graph: fx.Graph) -> None:
+    """Compute the input's gradient in one node and the parameters' in another, each with its own output mask."""
+    for node in list(graph.nodes):
+        mask_position = MASKED_BACKWARD.get(node.target)
+        if mask_position is None:
+            continue
+        mask = node.args[mask_position]
+        if not mask[0] or not any(mask[1:]):
+            continue
+        for half, kept in (([True, False, False], (0,)), ([False, *mask[1:]], (1, 2))):
+            with graph.inserting_before(node):
+                part = graph.node_copy(node)
+            part.update_arg(mask_position, half)
+            part.meta["val"] = tuple(v if i in kept else None for i, v in enumerate(node.meta["val"]))
+            for user in list(node.users):
+                if user.target is operator.getitem and user.args[1] in kept:
+                    user.update_arg(0, part)
+        graph.erase_node(node)

@@ -1,0 +1,157 @@
+"""Split -> Stages: the F, B and W of every stage as graphs of their own, with their calling conventions.
+
+A phase computes its own nodes and, once more, what is not worth keeping: values that have no stage (views of
+parameters, masks made from inputs) and views of values of an earlier phase of its stage. Everything else that it
+reads and does not compute crosses: it is a result of the phase that makes it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from zbfx.graphs import Phase, Port, Role, Split, Stage
+from zbfx.passes.nodes import is_random, is_view, storage_owner, value_bytes
+from zbfx.plan import Kind
+from zbfx.rng import seeded, stream_of
+
+aten = torch.ops.aten
+
+PORT_ORDER = (Role.PARAMETER, Role.BUFFER, Role.CONSTANT, Role.INPUT, Role.LOSS_GRADIENT)
+Key = tuple[int, Kind]
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a phase computes, in graph order, the placeholders and values that it reads, and its outputs by role."""
+
+    nodes: tuple[fx.Node, ...]
+    placeholders: tuple[fx.Node, ...]
+    values: tuple[fx.Node, ...]
+    outputs: tuple[tuple[fx.Node, Port], ...]
+
+
+def extract(split: Split) -> tuple[Stage, ...]:
+    """The stages of a split joint graph."""
+    placed = split.placed
+    keys = [(stage, kind) for stage in range(placed.stage_count) for kind in (Kind.F, Kind.B, Kind.W)]
+    outputs: dict[Key, list[tuple[fx.Node, Port]]] = defaultdict(list)
+    for value, port in zip(placed.joint.output_values, placed.joint.outputs, strict=True):
+        outputs[placed.stage_of.get(value, 0), split.phase_of.get(value, Kind.F)].append((value, port))
+    contents = {key: content_of(split, key, outputs[key]) for key in keys}
+    results: dict[Key, set[fx.Node]] = defaultdict(set)
+    for content in contents.values():
+        for value in content.values:
+            results[placed.stage_of[value], split.phase_of[value]].add(value)
+    stages = []
+    for index in range(placed.stage_count):
+        own = [key for key in keys if key[0] == index]
+        phases = {key[1]: build(split, key, contents[key], results[key]) for key in own}
+        crossing = {value for key in own for value in (*contents[key].values, *results[key])}
+        stages.append(
+            Stage(
+                index,
+                phases,
+                examples={node.name: node.meta["val"] for node in crossing},
+                storages={
+                    node.name: (owner.name, value_bytes(owner)) for node in crossing for owner in [storage_owner(node)]
+                },
+                origins={node.name: (placed.stage_of[node], split.phase_of[node]) for node in crossing},
+            )
+        )
+    return tuple(stages)
+
+
+def content_of(split: Split, key: Key, outputs: list[tuple[fx.Node, Port]]) -> Content:
+    stage, kind = key
+    placed = split.placed
+    own = {n for n in split.phase_of if split.phase_of[n] is kind and placed.stage_of[n] == stage}
+
+    def is_recomputed(node: fx.Node) -> bool:
+        if node.op == "placeholder" or node in own:
+            return False
+        return node not in placed.stage_of or (is_view(node) and placed.stage_of[node] == stage)
+
+    inside = set(own)
+    pending = [value for value, _ in outputs if is_recomputed(value)]
+    pending += [source for node in own for source in node.all_input_nodes if is_recomputed(source)]
+    while pending:
+        node = pending.pop()
+        if node not in inside:
+            inside.add(node)
+            pending += [source for source in node.all_input_nodes if is_recomputed(source)]
+    read = {source for node in inside for source in node.all_input_nodes} - inside
+    order = list(placed.joint.graph.nodes)
+    roles = placed.joint.input_ports()
+    placeholders = [n for n in order if n in read and n.op == "placeholder"]
+    return Content(
+        nodes=tuple(n for n in order if n in inside),
+        placeholders=tuple(sorted(placeholders, key=lambda n: PORT_ORDER.index(roles[n].role))),
+        values=tuple(n for n in order if n in read and n.op != "placeholder"),
+        outputs=tuple(outputs),
+    )
+
+
+def build(split: Split, key: Key, content: Content, results: set[fx.Node]) -> Phase:
+    stage, kind = key
+    joint, line = split.placed.joint, split.placed.line
+    roles = joint.input_ports()
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in (*content.placeholders, *content.values):
+        copies[node] = placeholder(graph, roles[node].name if node in roles else node.name)
+        copies[node].meta = dict(node.meta)
+    gradients = [(value, port.name) for value, port in content.outputs if port.role is Role.GRADIENT]
+    accumulators: dict[str, fx.Node] = {}
+    for value, name in gradients:
+        if name not in accumulators:
+            accumulators[name] = placeholder(graph, f"grad_{name}")
+            accumulators[name].meta["val"] = value.meta["val"]
+    written = [(value, port.name) for value, port in content.outputs if port.role is Role.BUFFER_UPDATE]
+    buffers = {roles[node].name: copies[node] for node in content.placeholders if roles[node].role is Role.BUFFER}
+    buffers |= {name: placeholder(graph, name) for _, name in written if name not in buffers}
+    random = any(is_random(node) for node in content.nodes)
+    seed = graph.placeholder("seed") if random else None
+    for node in content.nodes:
+        if is_random(node):
+            args = fx.map_arg(node.args, lambda n: copies[n])
+            stream = stream_of(line.original.get(node, node).name)
+            copies[node] = graph.call_function(seeded, (node.target, stream, seed, *args), dict(node.kwargs))  # type: ignore[misc]
+            copies[node].meta = dict(node.meta)
+        else:
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+        for name in (name for value, name in gradients if value is node):
+            graph.call_function(aten.add_.Tensor, (accumulators[name], copies[node]))
+    for value, name in written:
+        graph.call_function(aten.copy_.default, (buffers[name], copies[value]))
+    loss = [copies[value] for value, port in content.outputs if port.role is Role.LOSS]
+    ordered = [node for node in content.nodes if node in results]
+    graph.output((*(copies[node] for node in ordered), *loss))
+    extra = [
+        Port(Role.BUFFER, name) for _, name in written if name not in {roles[n].name for n in content.placeholders}
+    ]
+    return Phase(
+        stage=stage,
+        kind=kind,
+        module=fx.GraphModule(torch.nn.Module(), graph, f"{kind}{stage}"),
+        ports=(*(roles[node] for node in content.placeholders), *extra),
+        values=tuple(node.name for node in content.values),
+        gradients=tuple(accumulators),
+        updates=tuple(name for _, name in written),
+        results=tuple(node.name for node in ordered),
+        has_loss=bool(loss),
+        is_random=random,
+    )
+
+
+def placeholder(graph: fx.Graph, name: str) -> fx.Node:
+    """A placeholder whose name is an identifier made from `name`, and unique."""
+    taken = {node.target for node in graph.find_nodes(op="placeholder")}
+    base = re.sub(r"\W", "_", name)
+    names = (f"{base}_{k}" if k else base for k in itertools.count())
+    return graph.placeholder(next(candidate for candidate in names if candidate not in taken))

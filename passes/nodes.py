@@ -1,0 +1,96 @@
+"""What a node of a joint graph is: view, random, heavy; what it depends on; how many bytes its value takes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+# Shares its input's storage although its schema does not say so.
+UNDECLARED_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default}
+ATTENTION_FORWARD = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: aten._scaled_dot_product_flash_attention_backward,
+}
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy with the same node names and metadata."""
+    copy = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    output = copy.graph_copy(graph, nodes)
+    copy.output(output).meta = dict(graph.output_node().meta)
+    return copy
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node's value shares the storage of its first input."""
+    if node.op != "call_function":
+        return False
+    if node.target in UNDECLARED_VIEWS:
+        return True
+    if node.target is operator.getitem:
+        return is_view(node.args[0])  # type: ignore[arg-type]
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.arguments or schema.arguments[0].alias_info is None:
+        return False
+    return not schema.arguments[0].alias_info.is_write
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the node draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    schema = node.target._schema  # type: ignore[union-attr]
+    if "scaled_dot_product" in schema.name:  # tagged for its dropout, which is mostly off
+        position = next(i for i, argument in enumerate(schema.arguments) if argument.name == "dropout_p")
+        return bool(node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0))
+    return True
+
+
+def flop_formula(node: fx.Node) -> Any:
+    target = ATTENTION_FORWARD.get(node.target, getattr(node.target, "overloadpacket", None))  # type: ignore[call-overload]
+    return flop_registry.get(target)
+
+
+def flops(node: fx.Node) -> int:
+    """Floating-point operations of matrix products, convolutions and attention; 0 for everything else."""
+    formula = flop_formula(node)
+    if formula is None:
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[arg-type]
+    if node.target in ATTENTION_FORWARD:
+        args, kwargs = args[:4] if "backward" in str(node.target) else args[:3], {}
+    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def tensors(value: Any) -> Iterable[Tensor]:
+    """The tensors of a node's value: itself, or the entries of a tuple or list."""
+    if isinstance(value, Tensor):
+        return (value,)
+    if isinstance(value, tuple | list):
+        return [entry for entry in value if isinstance(entry, Tensor)]
+    return ()
+
+
+def value_bytes(node: fx.Node) -> int:
+    """Bytes of the node's value, as if it owned them."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(node.meta["val"]))
+
+
+def storage_owner(node: fx.Node) -> fx.Node:
+    """The node that allocated the storage of this node's value: two views of one storage have one owner."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def stored_bytes(nodes: Iterable[fx.Node]) -> int:
+    """Bytes of the storages behind these values, each storage once."""
+    return sum(value_bytes(owner) for owner in {storage_owner(node) for node in nodes})

@@ -1,0 +1,174 @@
+"""Joint -> Placed: a stage for every node, with cuts where stages are balanced and little crosses.
+
+The cuts are a path from the model's start to its end in a graph of cut positions, one edge a stage: the path with the
+least heaviest stage, and among those within `SLACK` of it the one with the fewest bytes crossing (networkx).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+
+import networkx
+import numpy
+from torch import fx
+
+from zbfx.errors import ZbfxError
+from zbfx.graphs import Joint, Line, Placed, Role
+from zbfx.passes.nodes import storage_owner, value_bytes
+from zbfx.passes.positions import line_up
+
+SLACK = 1.02
+MAX_CANDIDATES = 600
+
+
+def partition(
+    joint: Joint,
+    stage_count: int,
+    *,
+    seconds: Callable[[fx.Node], float],
+    bytes_per_s: float,
+    cuts: Sequence[str] | None = None,
+) -> Placed:
+    """Cut a canonical joint graph into `stage_count` stages.
+
+    `seconds` estimates a node, `bytes_per_s` is the speed at which values cross a cut. `cuts` names the submodules
+    that begin the second stage, the third, ...: it replaces the search. Raises `ZbfxError` where that many stages
+    cannot be cut, or a name is unknown or out of order.
+    """
+    line = line_up(joint)
+    if cuts is None:
+        starts = balanced_cuts(joint, line, stage_count, seconds, bytes_per_s)
+    else:
+        starts = named_cuts(line, cuts, stage_count)
+    bounds = numpy.array(starts, dtype=int)
+    stage_of = {node: int(numpy.searchsorted(bounds, k, side="right")) for node, k in line.position.items()}
+    return Placed(joint, line, stage_of, stage_count)
+
+
+def named_cuts(line: Line, cuts: Sequence[str], stage_count: int) -> list[int]:
+    """The position of the first node of each named submodule."""
+    if len(cuts) != stage_count - 1:
+        raise ZbfxError(f"{stage_count} stages have {stage_count - 1} cuts; found {len(cuts)}: {list(cuts)}")
+    owners = [module_of(node) for node in line.forward]
+    starts = []
+    for name in cuts:
+        inside = [k for k, owner in enumerate(owners) if owner == name or owner.startswith(name + ".")]
+        if not inside:
+            known = ", ".join(dict.fromkeys(owner for owner in owners if owner))
+            raise ZbfxError(f"cuts name submodules of the model that compute something; found {name!r}. Known: {known}")
+        starts.append(inside[0])
+    if starts != sorted(set(starts)) or starts[:1] == [0]:
+        raise ZbfxError(
+            f"cuts name submodules in the order in which they run, none of them the first; found {list(cuts)}"
+        )
+    return starts
+
+
+def module_of(node: fx.Node) -> str:
+    """The qualified name of the submodule that a forward node was traced in."""
+    return str(node.meta.get("stack_trace") or "").strip().partition(" in ")[2]
+
+
+def balanced_cuts(
+    joint: Joint, line: Line, stage_count: int, seconds: Callable[[fx.Node], float], bytes_per_s: float
+) -> list[int]:
+    crossing, forbidden = crossing_bytes(line), glued(joint, line)
+    candidates = [k for k in cut_candidates(crossing) if not forbidden[k]]
+    if len(candidates) < stage_count - 1:
+        raise ZbfxError(
+            f"stages={stage_count}: the model can be cut into at most {len(candidates) + 1} stages. Ask for fewer"
+        )
+    work = numpy.zeros(len(line.forward) + 1)
+    for node, k in line.position.items():
+        work[k + 1] += seconds(node)
+    work = numpy.cumsum(work)
+    ends = [0, *candidates, len(line.forward)]
+    enter = crossing / bytes_per_s
+
+    def stage_s(start: int, end: int) -> float:
+        """Time of a stage from position `start` to `end`, what enters it included."""
+        return float(work[end] - work[start] + enter[start])
+
+    return cheapest_path(ends, stage_count, stage_s, crossing)
+
+
+def cheapest_path(
+    ends: Sequence[int], stage_count: int, stage_s: Callable[[int, int], float], crossing: numpy.ndarray
+) -> list[int]:
+    """`stage_count - 1` positions between the first and last of `ends`."""
+    limit = least_heaviest(ends, stage_count, stage_s) * SLACK
+    graph = networkx.DiGraph()
+    graph.add_node((0, 0))
+    frontier = {0}
+    for stage in range(stage_count):
+        reached = set()
+        for i in frontier:
+            last = stage == stage_count - 1
+            for j in [len(ends) - 1] if last else range(i + 1, len(ends) - (stage_count - 1 - stage)):
+                if stage_s(ends[i], ends[j]) > limit:
+                    break
+                # One byte a cut more keeps the path from depending on the order of equal ones.
+                graph.add_edge((stage, i), (stage + 1, j), weight=float(crossing[ends[i]]) + 1.0)
+                reached.add(j)
+        frontier = reached
+    path = networkx.shortest_path(graph, (0, 0), (stage_count, len(ends) - 1), weight="weight")
+    return [ends[i] for _, i in path[1:-1]]
+
+
+def least_heaviest(ends: Sequence[int], stage_count: int, stage_s: Callable[[int, int], float]) -> float:
+    """The least possible time of the heaviest of `stage_count` stages (dynamic programming over the last stage)."""
+    positions = numpy.array(ends)
+    count = len(ends)
+    cost = numpy.full((count, count), numpy.inf)
+    for i in range(count):
+        for j in range(i + 1, count):
+            cost[i, j] = stage_s(int(positions[i]), int(positions[j]))
+    best = cost[0]
+    for _ in range(stage_count - 1):
+        best = numpy.min(numpy.maximum(best[:, None], cost), axis=0)
+    return float(best[-1])
+
+
+def crossing_bytes(line: Line) -> numpy.ndarray:
+    """`result[k]`: bytes of the activations and gradients that cross a cut before position k, each storage once."""
+    owner_span: dict[tuple[fx.Node, bool], tuple[int, int]] = {}
+    for node, own in line.position.items():
+        uses = [line.position[user] for user in node.users if user in line.position]
+        key = (storage_owner(node), node in line.gradients)
+        low, high = owner_span.get(key, (own, own))
+        owner_span[key] = (min([low, own, *uses]), max([high, own, *uses]))
+    change = numpy.zeros(len(line.forward) + 2)
+    for (owner, _), (low, high) in owner_span.items():
+        if owner in line.position:
+            change[low + 1] += value_bytes(owner)
+            change[high + 1] -= value_bytes(owner)
+    return numpy.cumsum(change)[: len(line.forward) + 1]
+
+
+def glued(joint: Joint, line: Line) -> numpy.ndarray:
+    """`result[k]`: no cut before position k: between a tuple and its entries, or between a written buffer's first
+    read and its write."""
+    forbidden = numpy.zeros(len(line.forward) + 1, dtype=bool)
+    for k, node in enumerate(line.forward):
+        if node.target is operator.getitem and node.args[0] in line.position:
+            forbidden[line.position[node.args[0]] + 1 : k + 1] = True
+    reads = {str(n.args[0]): k for k, n in enumerate(line.forward) if n.args and is_placeholder(n.args[0])}
+    names = {port.name: str(node) for node, port in joint.input_ports().items()}
+    for value, port in zip(joint.output_values, joint.outputs, strict=True):
+        if port.role is Role.BUFFER_UPDATE and value in line.position:
+            first = reads.get(names[port.name], line.position[value])
+            forbidden[min(first, line.position[value]) + 1 : line.position[value] + 1] = True
+    return forbidden
+
+
+def is_placeholder(value: object) -> bool:
+    return isinstance(value, fx.Node) and value.op == "placeholder"
+
+
+def cut_candidates(crossing: numpy.ndarray) -> list[int]:
+    """Positions where no neighbour is crossed by fewer bytes; the cheapest of them if they are many."""
+    inner = range(1, len(crossing) - 1)
+    local = [k for k in inner if crossing[k] <= crossing[k - 1] and crossing[k] <= crossing[k + 1]]
+    cheapest = sorted(local, key=lambda k: crossing[k])[:MAX_CANDIDATES]
+    return sorted(cheapest)

@@ -1,0 +1,96 @@
+"""Where every node of a joint graph sits along the model, before anything is cut.
+
+The forward nodes that compute activations form a line, in graph order; a cut falls between two of them. A backward
+node has the position of the forward node it differentiates. What is made of parameters by views and casts alone, or
+of inputs and constants alone, has no position: every stage makes it for itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import fx
+
+from zbfx.graphs import Joint, Line, Role
+from zbfx.passes.canonicalize import is_gradient_addition
+from zbfx.passes.nodes import flop_formula, is_random, is_view
+
+aten = torch.ops.aten
+
+CASTS = {aten._to_copy.default}
+
+
+def line_up(joint: Joint) -> Line:
+    """The line of a canonical joint graph."""
+    calls = [node for node in joint.graph.nodes if node.op == "call_function"]
+    gradients = dependents(joint, Role.LOSS_GRADIENT)
+    floating = without_position(joint, gradients)
+    forward = tuple(n for n in calls if not n.meta["is_backward"] and n not in gradients and n not in floating)
+    position = {node: k for k, node in enumerate(forward)}
+    backward = [node for node in calls if node not in position and node not in floating]
+    original = recomputed(forward, [node for node in backward if node not in gradients])
+    partner = {node.meta.get("seq_nr"): position[node] for node in forward}
+    partner |= {node.meta.get("seq_nr"): position[origin] for node, origin in original.items()}
+    for node in backward:
+        if node in gradients:
+            after = [position[source] for source in node.all_input_nodes if source in gradients and source in position]
+            own = None if is_gradient_addition(node) else partner.get(node.meta.get("seq_nr"))
+            position[node] = min([len(forward) - 1, *after] if own is None else [own, *after])
+        elif node in original:
+            position[node] = position[original[node]]
+    for node in reversed(backward):
+        if node not in position:
+            position[node] = max((position[user] for user in node.users if user in position), default=len(forward) - 1)
+    return Line(forward, position, frozenset(gradients), original)
+
+
+def dependents(joint: Joint, role: Role) -> set[fx.Node]:
+    """Every node that depends on an input of this role."""
+    found = {node for node, port in joint.input_ports().items() if port.role is role}
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def without_position(joint: Joint, gradients: set[fx.Node]) -> set[fx.Node]:
+    """Nodes that every stage computes for itself: cheap, not random, made of parameters alone or of inputs alone."""
+    written = {port.name for port in joint.outputs if port.role is Role.BUFFER_UPDATE}
+    kinds: dict[fx.Node, set[Role]] = {}
+    for node, port in joint.input_ports().items():
+        if port.role is Role.PARAMETER:
+            kinds[node] = {Role.PARAMETER}
+        elif port.role is not Role.LOSS_GRADIENT and not (port.role is Role.BUFFER and port.name in written):
+            kinds[node] = {Role.INPUT}
+    floating = set()
+    for node in joint.graph.nodes:
+        sources = node.all_input_nodes
+        if node.op != "call_function" or node in gradients or is_random(node) or flop_formula(node) is not None:
+            continue
+        if not node.users or not all(source in kinds for source in sources):
+            continue
+        kind = set[Role]().union(*(kinds[source] for source in sources))
+        if kind <= {Role.INPUT} or (kind == {Role.PARAMETER} and (is_view(node) or node.target in CASTS)):
+            kinds[node] = kind
+            floating.add(node)
+    return floating
+
+
+def recomputed(forward: tuple[fx.Node, ...], repeats: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Match nodes that repeat a part of the forward (activation checkpointing) with what they repeat, by value
+    numbering: the k-th node with the same op on the same values repeats the k-th such forward node."""
+    pool: dict[str, list[fx.Node]] = defaultdict(list)
+    original: dict[fx.Node, fx.Node] = {}
+
+    def value_number(node: fx.Node) -> str:
+        args = fx.map_arg((node.args, node.kwargs), lambda n: original.get(n, n))
+        return f"{node.target}{args}"
+
+    for node in forward:
+        pool[value_number(node)].append(node)
+    for node in repeats:
+        matches = pool.get(value_number(node))
+        if matches:
+            original[node] = matches.pop(0)
+    return original

@@ -1,0 +1,78 @@
+"""Placed -> Split: which backward nodes of a stage are B (gradient of its input) and which are W.
+
+B is every backward node of the stage that a gradient sent to another stage depends on; the rest is W (section 2 of
+the paper; reachability on the graph makes it hold for any model). Two refinements:
+
+- The first stage sends no gradient, yet has a real B: the chain that at least two parameter gradients hang on.
+- A cheap parameter gradient that alone would keep more bytes alive until W than it has itself is computed in B.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+
+from torch import fx
+
+from zbfx.graphs import Placed, Role, Split
+from zbfx.passes.nodes import flop_formula, storage_owner, value_bytes
+from zbfx.plan import Kind
+
+
+def split(placed: Placed) -> Split:
+    """Assign F, B or W to every node that has a stage."""
+    forward = set(placed.line.forward)
+    backward: dict[int, list[fx.Node]] = defaultdict(list)  # per stage, in graph order
+    for node in placed.joint.graph.nodes:
+        if node in placed.stage_of and node not in forward:
+            backward[placed.stage_of[node]].append(node)
+    phase_of = dict.fromkeys(forward, Kind.F)
+    terms = {
+        v for v, p in zip(placed.joint.output_values, placed.joint.outputs, strict=True) if p.role is Role.GRADIENT
+    }
+    for stage, nodes in backward.items():
+        sent = {n for n in nodes if any(placed.stage_of.get(user, stage) != stage for user in n.users)}
+        chain = ancestors(nodes, sent or shared_chain(nodes, terms))
+        for node in nodes:
+            of_tuple = node.target is operator.getitem and node.args[0] in chain
+            phase_of[node] = Kind.B if node in chain or of_tuple else Kind.W
+        for term in (node for node in nodes if node in terms and phase_of[node] is Kind.W):
+            settle_in_b(term, nodes, phase_of)
+    return Split(placed, phase_of)
+
+
+def ancestors(nodes: list[fx.Node], targets: set[fx.Node]) -> set[fx.Node]:
+    """The nodes among `nodes` that `targets` depend on, `targets` included."""
+    found: set[fx.Node] = set()
+    for node in reversed(nodes):
+        if node in targets or any(user in found for user in node.users):
+            found.add(node)
+    return found
+
+
+def shared_chain(nodes: list[fx.Node], terms: set[fx.Node]) -> set[fx.Node]:
+    """Nodes that lead to at least two parameter gradients: the activation gradients of a stage that sends none."""
+    reached: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in reversed(nodes):
+        own = frozenset({node} if node in terms else ())
+        reached[node] = own.union(*(reached.get(user, frozenset()) for user in node.users))
+        if len(reached[node]) > 2:
+            reached[node] = frozenset(list(reached[node])[:2])
+    return {node for node in nodes if len(reached[node]) > 1 and node not in terms}
+
+
+def settle_in_b(term: fx.Node, nodes: list[fx.Node], phase_of: dict[fx.Node, Kind]) -> None:
+    """Move the computation of one parameter gradient to B if it is cheap and keeping its inputs until W costs more
+    bytes than the gradient has."""
+    late = {node for node in nodes if phase_of[node] is Kind.W}
+    cone: set[fx.Node] = set()
+    for node in reversed(nodes):
+        if node is term or (node in late and node.users and all(user in cone for user in node.users)):
+            cone.add(node)
+    inputs = {source for node in cone for source in node.all_input_nodes if source in phase_of} - cone
+    if any(source in late for source in inputs) or any(flop_formula(node) is not None for node in cone):
+        return
+    kept_anyway = {storage_owner(s) for node in late - cone for s in node.all_input_nodes if s not in late}
+    kept_for_term = {storage_owner(source) for source in inputs} - kept_anyway
+    if sum(value_bytes(owner) for owner in kept_for_term) > value_bytes(term):
+        phase_of.update(dict.fromkeys(cone, Kind.B))

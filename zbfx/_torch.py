@@ -1,0 +1,85 @@
+"""Every private torch name that zbfx uses, each with the versions it was checked on.
+
+aot_export_joint_with_descriptors   2.11.0, 2.13.0   joint forward and backward graph of a module
+descriptors.*                       2.11.0, 2.13.0   what each input and output of that graph is
+FakeTensorMode                      2.11.0, 2.13.0   tensors with shape, dtype and device but no memory
+DataDependentOutputException, ...   2.11.0, 2.13.0   what fake tensors raise where Python needs a value
+torch.utils._pytree                 2.11.0, 2.13.0   nested inputs to flat leaves with key paths
+torch.compiler flags                2.11.0, 2.13.0   what `torch.compiler.is_exporting()` answers
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _pytree as pytree
+
+DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+# The text that autograd leaves on the nodes that add up gradients of a value with several uses.
+GRADIENT_ADDITION_MARK = "Gradient addition node"
+
+__all__ = [
+    "DATA_DEPENDENT_ERRORS",
+    "GRADIENT_ADDITION_MARK",
+    "BufferAOTInput",
+    "FakeTensorMode",
+    "GradAOTOutput",
+    "InputMutationAOTOutput",
+    "ParamAOTInput",
+    "PlainAOTInput",
+    "PlainAOTOutput",
+    "TangentAOTInput",
+    "capture_joint",
+    "pytree",
+]
+
+
+@contextlib.contextmanager
+def exporting() -> Iterator[None]:
+    """Answer True to `torch.compiler.is_exporting()` and `is_compiling()`.
+
+    Model code asks these before it looks at values of tensors; without them half of the transformers library
+    runs into data-dependent control flow.
+    """
+    flags = torch.compiler
+    before = flags._is_exporting_flag, flags._is_compiling_flag
+    flags._is_exporting_flag = flags._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        flags._is_exporting_flag, flags._is_compiling_flag = before
+
+
+def capture_joint(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """The functional joint graph of `module(*inputs)`, whose parameters, buffers and inputs are fake tensors.
+
+    Autograd itself runs under the tracer, so custom Functions, hooks and checkpointing are what they are in eager
+    (torch.export would trace the forward alone and differentiate that).
+    """
+    with contextlib.ExitStack() as stack, fx.traceback.preserve_node_meta(), exporting():
+        joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs))
+        graph_module = joint.graph_module
+        for node in graph_module.graph.nodes:
+            node.meta["is_backward"] = node.meta.get("partitioner_tag") == "is_backward"
+        return graph_module

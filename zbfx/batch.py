@@ -1,0 +1,130 @@
+"""How a call `step(*inputs, *targets, **kwargs)` becomes the flat tensors of each microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zbfx._torch import pytree
+from zbfx.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a microbatch: its path in the call, shape, dtype, and the dimension that is cut (None: given to every microbatch whole)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    batch_dim: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A leaf of the call that is no tensor: its value is part of the traced graph."""
+
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The structure of a call, seen on one example microbatch."""
+
+    structure: Any  # pytree spec of (positional arguments, keyword arguments)
+    leaves: tuple[TensorSpec | Constant, ...]
+    input_count: int  # the first positional arguments are the model's, the others the loss function's
+
+    @classmethod
+    def of(cls, inputs: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any]) -> Signature:
+        """Every tensor with the first tensor's leading size is cut along dimension 0; others are given to every microbatch whole."""
+        named, structure = pytree.tree_flatten_with_path(((*inputs, *targets), dict(kwargs)))
+        sizes = [leaf.shape[0] for _, leaf in named if isinstance(leaf, Tensor) and leaf.ndim]
+        leaves = tuple(
+            TensorSpec(
+                path_name(path, len(inputs)),
+                tuple(leaf.shape),
+                leaf.dtype,
+                0 if leaf.ndim and leaf.shape[0] == sizes[0] else None,
+            )
+            if isinstance(leaf, Tensor)
+            else Constant(path_name(path, len(inputs)), leaf)
+            for path, leaf in named
+        )
+        return cls(structure, leaves, len(inputs))
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
+
+    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The tensors of a call, its structure and constants checked against the example's. Raises `InputError`."""
+        named, structure = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
+        if structure != self.structure:
+            expected = ", ".join(leaf.name for leaf in self.leaves)
+            found = ", ".join(path_name(path, self.input_count) for path, _ in named)
+            raise InputError(
+                f"step takes the arguments of the example microbatch: expected ({expected}), found ({found})"
+            )
+        tensors = []
+        for leaf, (_, value) in zip(self.leaves, named, strict=True):
+            if isinstance(leaf, TensorSpec):
+                if not isinstance(value, Tensor):
+                    raise InputError(
+                        f"{leaf.name} was a tensor in the example microbatch; found {type(value).__name__}"
+                    )
+                tensors.append(value)
+            elif type(leaf.value) is not type(value) or not same_value(leaf.value, value):
+                raise InputError(
+                    f"{leaf.name} was {leaf.value!r} when the model was traced and is part of the graph; found {value!r}. "
+                    f"Pass it as a tensor, or compile again with this value"
+                )
+        return tensors
+
+    def unflatten(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's (positional, keyword) arguments with its tensors replaced."""
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(leaf, TensorSpec) else leaf.value for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        return args, kwargs
+
+    def split(self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int) -> list[list[Tensor]]:
+        """The tensors of every microbatch, cut from a full batch. Raises `InputError` before anything is sent."""
+        columns = []
+        for spec, tensor in zip(self.tensors, self.flatten(args, kwargs), strict=True):
+            whole = spec.batch_dim is None
+            expected = spec.shape if whole else (spec.shape[0] * microbatches, *spec.shape[1:])
+            if tuple(tensor.shape) != expected:
+                reason = (
+                    "it is given to every microbatch whole"
+                    if whole
+                    else f"{microbatches} microbatches of {spec.shape[0]} each, as in the example"
+                )
+                raise InputError(
+                    f"{spec.name}: expected shape {expected} ({reason}), found {tuple(tensor.shape)}. "
+                    f"Give a batch of that size, or compile again with another example microbatch or number of microbatches"
+                )
+            if tensor.dtype != spec.dtype:
+                raise InputError(
+                    f"{spec.name}: expected dtype {spec.dtype} as in the example microbatch, found {tensor.dtype}"
+                )
+            columns.append([tensor] * microbatches if whole else list(tensor.split(spec.shape[0])))
+        return [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in range(microbatches)]
+
+
+def same_value(left: Any, right: Any) -> bool:
+    return left is right or bool(left == right)
+
+
+def path_name(path: Sequence[Any], input_count: int) -> str:
+    """`inputs[0]`, `targets[1]['mask']`, `labels` for a path into (positional, keyword) arguments."""
+    first, index, *rest = path
+    if first.idx == 1:
+        return str(index.key) + pytree.keystr(tuple(rest))
+    position = index.idx
+    owner = f"inputs[{position}]" if position < input_count else f"targets[{position - input_count}]"
+    return owner + pytree.keystr(tuple(rest))

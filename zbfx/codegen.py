@@ -1,0 +1,246 @@
+"""Stages and a Schedule -> one Program per rank: a flat fx graph of compute, receive and send, in order.
+
+For each action of the rank's order the program receives what other ranks made for it, calls the stage's phase, and
+sends what other ranks need. Receives are posted one action ahead, on each channel in the order in which the other side
+sends. A value dies after its last use: fx writes that as `x = None` into the code, and the runtime does the same.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from zbfx import comm
+from zbfx.graphs import Phase, Stage
+from zbfx.messages import Message, SharedGradient, messages_of, parts, post_positions, shared_gradients
+from zbfx.plan import Action, Kind, Schedule
+
+Item = str | tuple[str, ...]  # a value by name, or a bundle of values
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one rank does in a step. `code` prints it; `messages` holds every message that the rank sends or receives.
+
+    The module takes `transport` and one `Microbatch` per microbatch, and returns the losses of the microbatches, in
+    order, on the rank that computes them, and () elsewhere.
+    """
+
+    rank: int
+    module: fx.GraphModule
+    messages: dict[str, Message]
+
+    @property
+    def code(self) -> str:
+        return str(self.module.code)
+
+
+class PartialSum(nn.Module):
+    """One stage's sum of a shared gradient: `tensor` is bound at run time."""
+
+    def __init__(self, name: str, stage: int) -> None:
+        super().__init__()
+        self.name, self.stage = name, stage
+        self.tensor: Tensor | None = None
+
+    def forward(self) -> Tensor:
+        assert self.tensor is not None, "bound before the program runs"
+        return self.tensor
+
+
+class AddToGradient(nn.Module):
+    """Adds the stages' sums of a shared gradient into its accumulator, bound at run time (None: another rank of this
+    process does it)."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.tensor: Tensor | None = None
+
+    def forward(self, *partial_sums: Tensor) -> None:
+        if self.tensor is not None:
+            for partial_sum in partial_sums:
+                self.tensor.add_(partial_sum)
+
+
+class PhaseCall(nn.Module):
+    """A phase as the program calls it: with its static tensors bound, and with the values that only its own stage
+    reads later packed into one bundle per lifetime.
+
+    `packing` lists what the call returns: names, and bundles (tuples of names). `arguments` lists, likewise, what it
+    is called with after the microbatch.
+    """
+
+    def __init__(self, phase: Phase, arguments: Sequence[Item], packing: Sequence[Item]) -> None:
+        super().__init__()
+        self.phase = phase
+        self.run = phase.module
+        place = {
+            name: (i, k) for i, item in enumerate(arguments) for k, name in enumerate(item) if isinstance(item, tuple)
+        }
+        place |= {item: (i, None) for i, item in enumerate(arguments) if isinstance(item, str)}
+        self.places = [place[name] for name in phase.values]
+        results = [*phase.results, *(["loss"] if phase.has_loss else [])]
+        self.packing = [
+            results.index(item) if isinstance(item, str) else [results.index(name) for name in item] for item in packing
+        ]
+        self.ports: list[Tensor | str] = []  # a tensor, or the name of an input of the microbatch
+        self.accumulators: list[Tensor] = []
+
+    def forward(self, microbatch: comm.Microbatch, *args: Any) -> tuple[Any, ...]:
+        ports = [microbatch.inputs[port] if isinstance(port, str) else port for port in self.ports]
+        values = [args[i] if k is None else args[i][k] for i, k in self.places]
+        seed = (microbatch.seed,) if self.phase.is_random else ()
+        results = self.run(*ports, *values, *self.accumulators, *seed)
+        return tuple(
+            results[index] if isinstance(index, int) else tuple(results[i] for i in index) for index in self.packing
+        )
+
+
+def generate(stages: Sequence[Stage], schedule: Schedule) -> tuple[Program, ...]:
+    """One program per rank of the schedule."""
+    messages = messages_of(stages, schedule)
+    shared = shared_gradients(stages, schedule.costs.placement)
+    return tuple(
+        RankProgram(stages, schedule, messages, shared, rank).generate() for rank in range(len(schedule.ranks))
+    )
+
+
+class RankProgram:
+    """Builds the graph of one rank: `nodes` maps (value or bundle, microbatch) to the node that holds it."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        schedule: Schedule,
+        messages: Sequence[Message],
+        shared: Sequence[SharedGradient],
+        rank: int,
+    ) -> None:
+        self.stages, self.rank, self.placement = stages, rank, schedule.costs.placement
+        self.order = [part for action in schedule.ranks[rank] for part in parts(action)]
+        self.shared = [gradient for gradient in shared if rank in gradient.holders]
+        self.outgoing = [m for m in messages if m.source == rank]
+        self.incoming = [m for m in messages if m.target == rank]
+        self.graph = fx.Graph()
+        self.transport = self.graph.placeholder("transport")
+        self.microbatches = [self.graph.placeholder(f"microbatch_{k}") for k in range(schedule.microbatches)]
+        self.nodes: dict[tuple[Item, int], fx.Node] = {}
+        self.modules: dict[str, nn.Module] = {}
+
+    def generate(self) -> Program:
+        posts = post_positions(self.incoming, self.order)
+        received, sent = by_action(self.incoming, "consumer"), by_action(self.outgoing, "producer")
+        for position, action in enumerate(self.order):
+            for message in posts[position]:
+                self.graph.call_function(comm.post, (self.transport, message.key))
+            for message in received[action]:
+                node = self.graph.call_function(comm.receive, (self.transport, message.key))
+                self.unpack(node, message.names, action.microbatch)
+            self.compute(action)
+            for message in sent[action]:
+                values = tuple(self.nodes[name, action.microbatch] for name in message.names)
+                self.graph.call_function(comm.send, (self.transport, message.key, values))
+        exchanged = self.exchange_shared_gradients()
+        self.graph.output(
+            tuple(self.nodes["loss", k] for k in range(len(self.microbatches)) if ("loss", k) in self.nodes)
+        )
+        self.graph.lint()
+        module = fx.GraphModule(self.modules, self.graph, f"Rank{self.rank}")
+        return Program(self.rank, module, {m.key: m for m in (*self.incoming, *self.outgoing, *exchanged)})
+
+    def compute(self, action: Action) -> None:
+        phase = self.stages[action.stage].phases[action.kind]
+        if phase.is_empty:
+            return
+        k = action.microbatch
+        bundles = bundles_of(self.stages, action.stage)
+        arguments = arguments_of(phase, bundles)
+        packing = packing_of(phase, bundles[action.kind])
+        self.modules.setdefault(phase.name, PhaseCall(phase, arguments, packing))
+        args = (self.microbatches[k], *(self.nodes[item, k] for item in arguments))
+        call = self.graph.create_node("call_module", phase.name, args, name=f"{phase.name}_{k}")
+        call.meta["action"] = action
+        self.unpack(call, packing, k)
+
+    def exchange_shared_gradients(self) -> list[Message]:
+        """After the last action: every holder of a shared gradient gets each stage's sum, and adds them up."""
+        messages = [
+            Message(
+                f"{gradient.name}:{stage}>{target}", None, None, source, target, (gradient.name,), (gradient.layout,)
+            )
+            for gradient in self.shared
+            for stage in gradient.stages
+            for source in [self.placement[stage]]
+            for target in gradient.holders
+            if target != source and self.rank in (source, target)
+        ]
+        sums: dict[tuple[str, int], fx.Node] = {}
+        for index, gradient in enumerate(self.shared):
+            for stage in gradient.stages:
+                if self.placement[stage] == self.rank:
+                    self.modules[f"sum_{index}_{stage}"] = PartialSum(gradient.name, stage)
+                    sums[gradient.name, stage] = self.graph.call_module(f"sum_{index}_{stage}")
+        for message in messages:
+            if message.target == self.rank:
+                self.graph.call_function(comm.post, (self.transport, message.key))
+        for message in messages:
+            if message.source == self.rank:
+                stage = int(message.key.rpartition(":")[2].partition(">")[0])
+                self.graph.call_function(comm.send, (self.transport, message.key, (sums[message.names[0], stage],)))
+        for message in messages:
+            if message.target == self.rank:
+                stage = int(message.key.rpartition(":")[2].partition(">")[0])
+                received = self.graph.call_function(comm.receive, (self.transport, message.key))
+                sums[message.names[0], stage] = self.graph.call_function(operator.getitem, (received, 0))
+        for index, gradient in enumerate(self.shared):
+            self.modules[f"add_{index}"] = AddToGradient(gradient.name)
+            self.graph.call_module(f"add_{index}", tuple(sums[gradient.name, stage] for stage in gradient.stages))
+        return messages
+
+    def unpack(self, node: fx.Node, items: Sequence[Item], microbatch: int) -> None:
+        for index, item in enumerate(items):
+            name = f"{item}_m{microbatch}" if isinstance(item, str) else f"{node.name}_for_{self.last_reader(item[0])}"
+            value = self.graph.create_node("call_function", operator.getitem, (node, index), name=name)
+            self.nodes[item, microbatch] = value
+
+    def last_reader(self, name: str) -> Kind:
+        return Kind.W if any(name in stage.phases[Kind.W].values for stage in self.stages) else Kind.B
+
+
+def by_action(messages: Sequence[Message], end: str) -> dict[Action, list[Message]]:
+    grouped: dict[Action, list[Message]] = defaultdict(list)
+    for message in messages:
+        grouped[getattr(message, end)].append(message)
+    return grouped
+
+
+def bundles_of(stages: Sequence[Stage], index: int) -> dict[Kind, list[tuple[str, ...]]]:
+    """For F and B of a stage, the values that no other stage reads, bundled by the phase that reads them last."""
+    stage = stages[index]
+    elsewhere = {name for other in stages if other is not stage for p in other.phases.values() for name in p.values}
+    bundles: dict[Kind, list[tuple[str, ...]]] = {Kind.W: []}
+    last_reader = {name: kind for kind in (Kind.B, Kind.W) for name in stage.phases[kind].values}
+    for maker in (Kind.F, Kind.B):
+        own = [name for name in stage.phases[maker].results if name not in elsewhere]
+        by_reader = [tuple(name for name in own if last_reader[name] is reader) for reader in (Kind.B, Kind.W)]
+        bundles[maker] = [bundle for bundle in by_reader if bundle]
+    return bundles
+
+
+def arguments_of(phase: Phase, bundles: Mapping[Kind, Sequence[tuple[str, ...]]]) -> list[Item]:
+    """The names and bundles that hold what the phase reads."""
+    bundle_of = {name: bundle for made in bundles.values() for bundle in made for name in bundle}
+    return list(dict.fromkeys(bundle_of.get(name, name) for name in phase.values))
+
+
+def packing_of(phase: Phase, bundles: Sequence[tuple[str, ...]]) -> list[Item]:
+    """What the phase's call returns: the values that travel, the loss, and the bundles."""
+    bundled = {name for bundle in bundles for name in bundle}
+    alone = [name for name in phase.results if name not in bundled]
+    return [*alone, *(["loss"] if phase.has_loss else []), *bundles]

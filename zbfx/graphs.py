@@ -1,0 +1,187 @@
+"""Frozen types that hold fx graphs, in the order in which they arise.
+
+    Joint       one graph: forward, loss and backward of one microbatch
+    Line        where each of its nodes sits along the model
+    Placed      the stage of each node
+    Split       the phase, F, B or W, of each node
+    Stage       the F, B and W graphs of one stage and their calling convention
+
+A value keeps the name of its node in the joint graph all the way down to the rank programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor, fx
+
+from zbfx.plan import Kind
+
+
+class Role(str, Enum):
+    """What an input or output of a joint graph is."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"  # a tensor that the model holds outside its parameters and buffers
+    INPUT = "input"  # a tensor of the microbatch: input or target
+    LOSS_GRADIENT = "loss gradient"
+    LOSS = "loss"
+    GRADIENT = "gradient"
+    BUFFER_UPDATE = "buffer update"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """The role of an input or output, and its name: a parameter's or buffer's qualified name, an input's path.
+
+    Tied tensors go by one name. Several GRADIENT outputs may carry one parameter's name: its gradient is their sum.
+    """
+
+    role: Role
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.name}"
+
+
+@dataclass(frozen=True)
+class Joint:
+    """One functional aten graph of forward, loss and backward of one microbatch.
+
+    `inputs` matches the placeholders, `outputs` the flat output arguments. Node meta: `val` (a fake tensor),
+    `is_backward`, `seq_nr` (ties a backward node to its forward op), `stack_trace` (the user's line).
+    `constants` holds the tensors of CONSTANT inputs.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    constants: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        assert len(self.placeholders) == len(self.inputs), "a port per placeholder"
+        assert len(self.output_values) == len(self.outputs), "a port per output"
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return self.graph.find_nodes(op="placeholder")
+
+    @property
+    def output_values(self) -> tuple[fx.Node, ...]:
+        return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    def input_ports(self) -> dict[fx.Node, Port]:
+        return dict(zip(self.placeholders, self.inputs, strict=True))
+
+
+@dataclass(frozen=True)
+class Line:
+    """The nodes of a joint graph along the model.
+
+    `forward[k]` is the forward node at position k; `position` covers the backward nodes too. `gradients` are the nodes
+    that depend on the loss gradient. `original` ties a node that recomputes to the forward node that it repeats.
+    """
+
+    forward: tuple[fx.Node, ...]
+    position: Mapping[fx.Node, int]
+    gradients: frozenset[fx.Node]
+    original: Mapping[fx.Node, fx.Node]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A joint graph with a stage for each node that belongs to one.
+
+    Nodes that every stage computes for itself where it needs them (views of parameters, masks and positions made
+    from inputs alone) have no entry in `stage_of`.
+    """
+
+    joint: Joint
+    line: Line
+    stage_of: Mapping[fx.Node, int]
+    stage_count: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """A placed joint graph with a phase (F, B or W) for each node that has a stage."""
+
+    placed: Placed
+    phase_of: Mapping[fx.Node, Kind]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The F, B or W of one stage as a graph.
+
+    The placeholders of `module` are, in this order: `ports` (by role: parameters, buffers, constants, microbatch
+    inputs, the loss gradient), `values` (names of values that other phases or stages made), an accumulator for each
+    of `gradients` (parameter names) and, if `is_random`, a seed. It returns `results` (names of values), then the
+    loss if `has_loss`. Gradients are added into their accumulators; buffers in `updates` are written in place.
+    """
+
+    stage: int
+    kind: Kind
+    module: fx.GraphModule
+    ports: tuple[Port, ...]
+    values: tuple[str, ...]
+    gradients: tuple[str, ...]
+    updates: tuple[str, ...]
+    results: tuple[str, ...]
+    has_loss: bool
+    is_random: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}{self.stage}"
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to compute: a frozen stage's B, or the W of a stage without parameters."""
+        return not (self.results or self.gradients or self.updates or self.has_loss)
+
+    def port_names(self, role: Role) -> tuple[str, ...]:
+        return tuple(port.name for port in self.ports if port.role is role)
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The fake value of every parameter that the phase reads or gives a gradient to."""
+        placeholders = self.module.graph.find_nodes(op="placeholder")
+        read = {
+            p.name: node.meta["val"]
+            for p, node in zip(self.ports, placeholders, strict=False)
+            if p.role is Role.PARAMETER
+        }
+        start = len(self.ports) + len(self.values)
+        written = zip(self.gradients, (node.meta["val"] for node in placeholders[start:]), strict=False)
+        return {**read, **dict(written)}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage's phases, and about each name in their `values` and `results`: its fake value (`examples`), the
+    storage behind it and that storage's bytes (`storages`), and the stage and phase that make it (`origins`)."""
+
+    index: int
+    phases: Mapping[Kind, Phase]
+    examples: Mapping[str, Tensor]
+    storages: Mapping[str, tuple[str, int]]
+    origins: Mapping[str, tuple[int, Kind]]
+
+    def stored_bytes(self, names: Iterable[str]) -> int:
+        """Bytes behind these values, each storage once."""
+        return sum(dict(self.storages[name] for name in names).values())
+
+    @property
+    def saved(self) -> frozenset[str]:
+        """The values held from F until B or W: made or received in F, read later."""
+        later = {*self.phases[Kind.B].values, *self.phases[Kind.W].values}
+        return frozenset(
+            name for name in later if self.origins[name][1] is Kind.F and self.origins[name][0] <= self.index
+        )

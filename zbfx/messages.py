@@ -1,0 +1,134 @@
+"""What travels between ranks: messages between actions, and the gradients of parameters that ranks share."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zbfx.graphs import Stage
+from zbfx.plan import Action, Kind, Schedule
+
+POST_AHEAD = 1  # actions between posting a receive and waiting for it
+
+
+class TensorLayout(NamedTuple):
+    """How a tensor travels and arrives."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Message:
+    """Values that one action makes for a stage on another rank. `key` reads like `F0.3>1`: made by F0.3, for stage 1."""
+
+    key: str
+    producer: Action | None  # None: after the last action
+    consumer: Action | None
+    source: int  # rank
+    target: int  # rank
+    names: tuple[str, ...]
+    layouts: tuple[TensorLayout, ...]
+
+
+@dataclass(frozen=True)
+class SharedGradient:
+    """A parameter whose gradient comes from several stages, or that several ranks hold.
+
+    Each contributing stage collects its own sum over the microbatches; at the end of the step every holder adds up
+    all of them in stage order, so that the gradient depends neither on the placement nor on the schedule.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    holders: tuple[int, ...]  # ranks
+    layout: TensorLayout
+
+
+def messages_of(stages: Sequence[Stage], schedule: Schedule) -> list[Message]:
+    """Every message of a step, each sender's in the order in which it sends them."""
+    placement = schedule.costs.placement
+    needs: dict[tuple[int, Kind, int], list[str]] = defaultdict(list)  # (source stage, phase, target stage) -> names
+    for stage in stages:
+        for name in dict.fromkeys(name for kind in (Kind.F, Kind.B, Kind.W) for name in stage.phases[kind].values):
+            source, kind = stage.origins[name]
+            if placement[source] != placement[stage.index]:
+                needs[source, kind, stage.index].append(name)
+    messages = []
+    for rank, order in enumerate(schedule.ranks):
+        for producer in (part for action in order for part in parts(action)):
+            for (source, kind, target), names in sorted(needs.items(), key=lambda item: item[0][2]):
+                if (source, kind) == (producer.stage, producer.kind):
+                    consumer_kind = Kind.F if kind is Kind.F and source < target else Kind.B
+                    examples = [stages[target].examples[name] for name in names]
+                    messages.append(
+                        Message(
+                            key=f"{producer}>{target}",
+                            producer=producer,
+                            consumer=Action(consumer_kind, target, producer.microbatch),
+                            source=rank,
+                            target=placement[target],
+                            names=tuple(names),
+                            layouts=tuple(layout_of(example) for example in examples),
+                        )
+                    )
+    return messages
+
+
+def layout_of(example: Tensor) -> TensorLayout:
+    """The traced strides where they fill the memory; otherwise (expanded, sliced) contiguous ones."""
+    shape, stride = tuple(example.shape), tuple(example.stride())
+    extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if example.numel() else 0
+    if extent != example.numel():
+        stride = tuple(torch.empty(shape, device="meta").stride())
+    return TensorLayout(shape, stride, example.dtype)
+
+
+def shared_gradients(stages: Sequence[Stage], placement: Sequence[int]) -> tuple[SharedGradient, ...]:
+    contributors: dict[str, set[int]] = defaultdict(set)
+    holders: dict[str, set[int]] = defaultdict(set)
+    layouts: dict[str, TensorLayout] = {}
+    for stage in stages:
+        for phase in stage.phases.values():
+            for name, example in phase.parameters.items():
+                holders[name].add(placement[stage.index])
+                layouts[name] = layout_of(example)
+            for name in phase.gradients:
+                contributors[name].add(stage.index)
+    return tuple(
+        SharedGradient(name, tuple(sorted(found)), tuple(sorted(holders[name])), layouts[name])
+        for name, found in contributors.items()
+        if len(found) > 1 or len(holders[name]) > 1
+    )
+
+
+def parts(action: Action) -> tuple[Action, ...]:
+    """The unfused actions of an action: BW is B, then W."""
+    if action.kind is Kind.BW:
+        return tuple(Action(kind, action.stage, action.microbatch) for kind in (Kind.B, Kind.W))
+    return (action,)
+
+
+def post_positions(incoming: Sequence[Message], order: Sequence[Action]) -> dict[int, list[Message]]:
+    """Before which action each receive is posted: early enough for itself and for all that come after it on its
+    channel, whose messages arrive in the order of sending."""
+    needed_at = {action: position for position, action in enumerate(order)}
+    channels: dict[int, list[Message]] = defaultdict(list)
+    for message in incoming:
+        channels[message.source].append(message)
+    posts: dict[int, list[Message]] = defaultdict(list)
+    for channel in channels.values():
+        earliest = len(order)
+        positions = []
+        for message in reversed(channel):
+            earliest = min(earliest, max(0, needed_at[message.consumer] - POST_AHEAD))
+            positions.append(earliest)
+        for message, position in zip(channel, reversed(positions), strict=True):
+            posts[position].append(message)
+    return posts

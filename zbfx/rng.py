@@ -1,0 +1,42 @@
+"""Random numbers that depend on nothing but the seed, the microbatch and the place in the model.
+
+Every random op of the joint graph has a stream number, made from its name. Before it draws, the generator is set from
+(seed of the microbatch, stream): masks are the same under every schedule, every cut and every number of ranks, and a
+recomputed op draws what the original drew.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MASK_64 = (1 << 64) - 1
+
+
+def mix(*numbers: int) -> int:
+    """A 63-bit hash of a few integers (the finaliser of splitmix64, Steele et al. 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & MASK_64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK_64
+        state ^= state >> 31
+    return state >> 1
+
+
+def stream_of(node_name: str) -> int:
+    """The stream number of a random op, from its name in the joint graph."""
+    return zlib.crc32(node_name.encode())
+
+
+def seeded(op: Any, stream: int, seed: int, *args: Any, **kwargs: Any) -> Any:
+    """Run a random op on a generator set from `seed` and `stream`; the global generators stay as they were."""
+    devices = {a.device for a in args if isinstance(a, Tensor)} | {torch.device(kwargs.get("device") or "cpu")}
+    accelerators = [device for device in devices if device.type != "cpu"]
+    device_type = accelerators[0].type if accelerators else "cuda"
+    with torch.random.fork_rng([d.index or 0 for d in accelerators], device_type=device_type):
+        torch.manual_seed(mix(seed, stream))
+        return op(*args, **kwargs)

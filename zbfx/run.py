@@ -1,0 +1,133 @@
+"""Programs and a batch -> loss and gradients.
+
+One executor runs a rank's program, node by node, whether the other ranks are processes or live in this one: it is a
+generator that yields where a message has not arrived yet. Gradients accumulate into `.grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from zbfx import comm
+from zbfx.codegen import AddToGradient, PartialSum, PhaseCall, Program
+from zbfx.errors import PipelineFault
+from zbfx.graphs import Role
+
+Run = Generator[int, None, tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The live tensors behind the names of a graph: parameters and buffers by canonical name, and the constants."""
+
+    named: Mapping[str, Tensor]
+    constants: Mapping[str, Tensor]
+
+
+class RankRunner:
+    """Runs the program of one rank on live tensors."""
+
+    def __init__(self, program: Program, tensors: Tensors, transport: comm.Transport, adds: Collection[str]) -> None:
+        """`adds`: the shared parameters whose gradients this rank adds up (ranks of one process share the tensors)."""
+        self.program, self.tensors, self.transport, self.adds = program, tensors, transport, adds
+        modules = list(program.module.children())
+        self.calls = [m for m in modules if isinstance(m, PhaseCall)]
+        self.sums = [m for m in modules if isinstance(m, PartialSum)]
+        self.additions = [m for m in modules if isinstance(m, AddToGradient)]
+        self.nodes = list(program.module.graph.nodes)
+        self.dying = dying_values(self.nodes)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that this rank's stages read or give gradients to, under the model's names, in its order."""
+        found = {name for call in self.calls for name in call.phase.parameters}
+        return {name: t for name, t in self.tensors.named.items() if name in found and isinstance(t, nn.Parameter)}
+
+    @property
+    def input_names(self) -> set[str]:
+        """The tensors of the microbatch that this rank's stages read."""
+        return {name for call in self.calls for name in call.phase.port_names(Role.INPUT)}
+
+    def start(self, loss_gradient: Tensor) -> None:
+        """Bind every phase to the tensors of this step; gradients start from `.grad`, or from zero."""
+        partial_sums = {}
+        for module in self.sums:
+            if module.tensor is None:
+                module.tensor = torch.zeros_like(self.tensors.named[module.name], requires_grad=False)
+            partial_sums[module.name, module.stage] = module.tensor.zero_()
+        for addition in self.additions:
+            addition.tensor = self.gradient(addition.name) if addition.name in self.adds else None
+        shared = {addition.name for addition in self.additions}
+        for call in self.calls:
+            stage = call.phase.stage
+            call.ports = [self.port_tensor(port.role, port.name, loss_gradient) for port in call.phase.ports]
+            call.accumulators = [
+                partial_sums[name, stage] if name in shared else self.gradient(name) for name in call.phase.gradients
+            ]
+
+    def port_tensor(self, role: Role, name: str, loss_gradient: Tensor) -> Tensor | str:
+        if role is Role.INPUT:
+            return name
+        if role is Role.LOSS_GRADIENT:
+            return loss_gradient
+        return (self.tensors.constants if role is Role.CONSTANT else self.tensors.named)[name].detach()
+
+    def gradient(self, name: str) -> Tensor:
+        parameter = self.tensors.named[name]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        return parameter.grad
+
+    def run(self, microbatches: Sequence[comm.Microbatch], step: int) -> Run:
+        """Execute the program; yields its position while a message that it needs has not arrived. Returns the microbatches' losses."""
+        environment: dict[fx.Node, Any] = dict(zip(self.nodes, (self.transport, *microbatches), strict=False))
+
+        def load(node: fx.Node) -> Any:
+            return environment[node]
+
+        for index, node in enumerate(self.nodes):
+            if node.op == "output":
+                losses: tuple[Tensor, ...] = fx.map_arg(node.args[0], load)  # type: ignore[assignment]
+                break
+            if node.op == "placeholder":
+                continue
+            if node.target is comm.receive:
+                while not self.transport.ready(str(node.args[1])):
+                    yield index
+            args = fx.map_arg(node.args, load)
+            if node.op == "call_module":
+                environment[node] = self.call(node, args, step)  # type: ignore[arg-type]
+            else:
+                environment[node] = node.target(*args)  # type: ignore[operator]
+            del args
+            for dead in self.dying[index]:
+                del environment[dead]
+        self.transport.finish()
+        return losses
+
+    def call(self, node: fx.Node, args: tuple[Any, ...], step: int) -> Any:
+        try:
+            return self.program.module.get_submodule(str(node.target))(*args)
+        except Exception as error:
+            action = node.meta.get("action")
+            if action is None:
+                raise
+            raise PipelineFault(
+                f"rank {self.program.rank}, step {step}, action {action} (stage {action.stage}, microbatch "
+                f"{action.microbatch}): {type(error).__name__}: {error}"
+            ) from error
+
+
+def dying_values(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """For each node, the values that nothing after it reads."""
+    last_use = {source: index for index, node in enumerate(nodes) for source in (node, *node.all_input_nodes)}
+    dying: list[list[fx.Node]] = [[] for _ in nodes]
+    for node, index in last_use.items():
+        if node.op != "output":
+            dying[index].append(node)
+    return dying

@@ -1,0 +1,138 @@
+"""What the user calls: `step(*inputs, *targets, **kwargs) -> loss`, over processes or in one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zbfx import comm, rng
+from zbfx.batch import Signature
+from zbfx.errors import InputError
+from zbfx.run import RankRunner, Run
+
+FAULT_KEY = "zbfx/fault"
+
+
+class Step:
+    """One training step of a pipeline: forward, backward and gradients of a full batch.
+
+    `step(*args, **kwargs)` takes the arguments of the example microbatch with the batch dimension `microbatches`
+    times as long, the same on every rank, and returns the mean loss of the microbatches on every rank. Gradients of
+    that mean are added to `.grad` of `parameters()`. `seed` fixes the random numbers of all following steps.
+    """
+
+    def __init__(self, signature: Signature, microbatches: int, device: torch.device, seed: int) -> None:
+        self.signature, self.microbatches, self.device, self.seed = signature, microbatches, device, seed
+        self.count = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        rows = self.signature.split(args, kwargs, self.microbatches)
+        return self.run(rows)
+
+    def run_split(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Tensor:
+        """One step from microbatches that are cut already: (positional, keyword) arguments of each."""
+        if len(batches) != self.microbatches:
+            raise InputError(f"expected {self.microbatches} microbatches, found {len(batches)}")
+        return self.run([self.signature.split(args, kwargs, 1)[0] for args, kwargs in batches])
+
+    def run(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
+        raise AssertionError("a subclass runs the step")
+
+    def inputs(self, rows: Sequence[Sequence[Tensor]], names: set[str]) -> list[comm.Microbatch]:
+        """The microbatches with the tensors that a rank reads, on its device."""
+        specs = self.signature.tensors
+        return [
+            comm.Microbatch(
+                {s.name: t.to(self.device) for s, t in zip(specs, row, strict=True) if s.name in names},
+                rng.mix(self.seed, self.count, index),
+            )
+            for index, row in enumerate(rows)
+        ]
+
+    def loss_gradient(self, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(1.0 / self.microbatches, dtype=dtype, device=self.device)
+
+
+class LocalStep(Step):
+    """All ranks of a pipeline in this process, one after the other as their messages allow: same results, no speed."""
+
+    def __init__(self, runners: Sequence[RankRunner], loss_dtype: torch.dtype, **options: Any) -> None:
+        super().__init__(**options)
+        self.runners, self.loss_dtype = runners, loss_dtype
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        found = {name for runner in self.runners for name in runner.parameters}
+        named = self.runners[0].tensors.named
+        return ((name, t) for name, t in named.items() if name in found and isinstance(t, nn.Parameter))
+
+    @torch.no_grad()
+    def run(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
+        runs = []
+        for runner in self.runners:
+            runner.start(self.loss_gradient(self.loss_dtype))
+            runs.append(runner.run(self.inputs(rows, runner.input_names), self.count))
+        losses = next(losses for losses in take_turns(runs) if losses)
+        self.count += 1
+        return torch.stack(losses).mean()
+
+
+def take_turns(runs: Sequence[Run]) -> list[tuple[Tensor, ...]]:
+    """Run each generator until it waits, in turn, until all have ended."""
+    results: dict[int, tuple[Tensor, ...]] = {}
+    position: dict[int, int] = {}
+    while len(results) < len(runs):
+        before = (len(results), dict(position))
+        for index, run in enumerate(runs):
+            if index not in results:
+                try:
+                    position[index] = next(run)
+                except StopIteration as end:
+                    results[index] = end.value
+        assert before != (len(results), position), f"programs deadlock at nodes {position}"
+    return [results[index] for index in range(len(runs))]
+
+
+class RankStep(Step):
+    """This process's rank of a pipeline over torch.distributed."""
+
+    def __init__(
+        self,
+        runner: RankRunner,
+        loss_rank: int,
+        loss_dtype: torch.dtype,
+        ranks: Sequence[int],
+        group: dist.ProcessGroup,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.runner, self.loss_rank, self.loss_dtype, self.ranks, self.group = (
+            runner,
+            loss_rank,
+            loss_dtype,
+            ranks,
+            group,
+        )
+        self.store = dist.distributed_c10d._get_default_store()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return iter(self.runner.parameters.values())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(self.runner.parameters.items())
+
+    @torch.no_grad()
+    def run(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
+        self.runner.start(self.loss_gradient(self.loss_dtype))
+        run = self.runner.run(self.inputs(rows, self.runner.input_names), self.count)
+        losses = take_turns([run])[0]
+        loss = torch.stack(losses).mean() if losses else torch.zeros((), dtype=self.loss_dtype, device=self.device)
+        dist.broadcast(loss, src=self.ranks[self.loss_rank], group=self.group)
+        self.count += 1
+        return loss

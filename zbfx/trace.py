@@ -1,0 +1,226 @@
+"""Model, loss and an example microbatch -> `Joint`: one graph of forward, loss and backward.
+
+Nothing is allocated and nothing changes: the model is copied with fake tensors in place of its parameters and
+buffers, and the copy is traced.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from zbfx import _torch
+from zbfx.batch import Signature
+from zbfx.errors import TraceError, ZbfxError
+from zbfx.graphs import Joint, Port, Role
+
+LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+MODEL_PREFIX, LOSS_PREFIX = "model.", "loss_fn."
+
+
+class Objective(nn.Module):
+    """Model and loss as one module over the flat tensors of a microbatch; returns the scalar loss."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor] | None, signature: Signature) -> None:
+        super().__init__()
+        self.model, self.loss_fn, self.signature = model, loss_fn, signature
+        self.lines = UserLines(model)
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        args, kwargs = self.signature.unflatten(tensors)
+        with self.lines:
+            output = self.model(*args[: self.signature.input_count], **kwargs)
+            if self.loss_fn is None:
+                return checked_loss(model_loss(output), "the model")
+            return checked_loss(self.loss_fn(output, *args[self.signature.input_count :]), "loss_fn")
+
+
+def model_loss(output: Any) -> Any:
+    """The loss in the output of a model that computes it: the output itself, its `.loss`, or its first entry."""
+    if isinstance(output, dict):
+        return output.get("loss")
+    if isinstance(output, tuple) and output:
+        return output[0]
+    return getattr(output, "loss", output)
+
+
+def checked_loss(loss: Any, source: str) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TraceError(
+            f"{source} must return a scalar loss; found {found}. "
+            f"Pass loss_fn=(outputs, *targets) -> scalar, or let the model return its loss (as `.loss`, or first of a tuple)"
+        )
+    if not loss.requires_grad:
+        raise TraceError(
+            f"the loss that {source} returns does not require grad: no trainable parameter reaches it. "
+            f"Check requires_grad of the parameters, and that nothing detaches the loss or runs under torch.no_grad()"
+        )
+    return loss.reshape(()) if loss.ndim else loss
+
+
+class UserLines(TorchFunctionMode):
+    """Writes the user's file and line, and the submodule at work, into every node traced: `model.py:12 in blocks.0`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.modules = [""]
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(lambda _module, _args, name=name: self.modules.append(name))
+            module.register_forward_hook(self.leave, always_call=True)
+
+    def leave(self, *_: Any) -> None:
+        self.modules.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(LIBRARY_FOLDERS):
+            frame = frame.f_back
+        if frame is not None:
+            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            fx.traceback.set_stack_trace([f"{line} in {self.modules[-1]}" if self.modules[-1] else line])
+        return func(*args, **(kwargs or {}))
+
+
+def trace(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor] | None,
+    example_inputs: tuple[Any, ...],
+    example_kwargs: dict[str, Any],
+    example_targets: tuple[Any, ...],
+    *,
+    device: torch.device,
+) -> tuple[Joint, Signature]:
+    """The joint graph of one microbatch on `device`, and the structure of the call.
+
+    Parameters and inputs may live on the meta device. Raises `TraceError` where the model needs values of tensors
+    to decide what to run, or has no loss to differentiate: the message names the user's line.
+    """
+    signature = Signature.of(example_inputs, example_kwargs, example_targets)
+    fake_mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+    example = _torch.pytree.tree_leaves(((*example_inputs, *example_targets), example_kwargs))
+    inputs = [fake_like(leaf, fake_mode, device) for leaf in example if isinstance(leaf, Tensor)]
+    fake_model, fake_loss_fn = fake_copies(model, loss_fn, fake_mode, device)
+    objective = Objective(fake_model, fake_loss_fn, signature)
+    try:
+        with fake_mode:
+            module = _torch.capture_joint(objective, inputs)
+    except ZbfxError:
+        raise
+    except _torch.DATA_DEPENDENT_ERRORS as error:
+        raise TraceError(
+            f"the model decides by a tensor's value what to run next, which one graph cannot hold ({error}), "
+            f"at {user_line(error)}. Use torch.where or torch.cond, or take the decision outside the model"
+        ) from error
+    except Exception as error:
+        raise TraceError(
+            f"the model cannot be traced: {type(error).__name__}: {error}, at {user_line(error)}"
+        ) from error
+    return as_joint(module, signature, canonical_names(model, loss_fn)), signature
+
+
+def named_tensors(model: nn.Module, loss_fn: Any) -> dict[str, Tensor]:
+    """Every parameter and buffer under each of its names: the model's own names, and `loss_fn.` before those of the loss."""
+    named = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    if isinstance(loss_fn, nn.Module):
+        named |= {LOSS_PREFIX + name: tensor for name, tensor in named_tensors(loss_fn, None).items()}
+    return named
+
+
+def canonical_names(model: nn.Module, loss_fn: Any) -> dict[str, str]:
+    """For each name of a parameter or buffer, the first name of the same tensor: what `named_parameters()` says."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named_tensors(model, loss_fn).items()}
+
+
+def fake_like(tensor: Tensor, fake_mode: Any, device: torch.device) -> Tensor:
+    """A fake tensor of the same size, strides and dtype on `device`; a parameter gives a parameter."""
+    with fake_mode:
+        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake
+
+
+def fake_copies(model: nn.Module, loss_fn: Any, fake_mode: Any, device: torch.device) -> tuple[nn.Module, Any]:
+    """Copies of model and loss whose parameters and buffers are fake: tensors that were one stay one."""
+    modules = nn.ModuleList(m for m in (model, loss_fn) if isinstance(m, nn.Module))
+    memo: dict[int, Any] = {id(t): fake_like(t, fake_mode, device) for t in (*modules.parameters(), *modules.buffers())}
+    try:
+        fake_model = copy.deepcopy(model, memo)
+        return fake_model, copy.deepcopy(loss_fn, memo) if isinstance(loss_fn, nn.Module) else loss_fn
+    except Exception as error:
+        raise TraceError(
+            f"tracing works on a copy, so that the model stays untouched, and copy.deepcopy of it failed: "
+            f"{type(error).__name__}: {error}. Keep what cannot be copied out of the module's attributes"
+        ) from error
+
+
+def user_line(error: BaseException) -> str:
+    """File, line and text of the innermost frame that is neither torch's nor ours."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(LIBRARY_FOLDERS)]
+    return f"{frames[-1].filename}:{frames[-1].lineno} `{frames[-1].line}`" if frames else "an unknown line"
+
+
+def as_joint(module: fx.GraphModule, signature: Signature, canonical: Mapping[str, str]) -> Joint:
+    """Read the roles off the tracer's descriptors; lift tensor constants to inputs; give tied tensors one name."""
+    graph = copy.deepcopy(module.graph)
+    inputs = [input_port(node.meta["desc"], signature, canonical) for node in graph.find_nodes(op="placeholder")]
+    constants: dict[str, Tensor] = {}
+    first_call = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        with graph.inserting_before(first_call):
+            placeholder = graph.placeholder(name)
+        placeholder.meta = dict(node.meta)
+        node.replace_all_uses_with(placeholder)
+        graph.erase_node(node)
+        constants[name] = getattr(module, name)
+        inputs.append(Port(Role.CONSTANT, name))
+    output = graph.output_node()
+    kept = [
+        (value, output_port(description, canonical))
+        for value, description in zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
+        if value is not None
+    ]
+    output.args = (tuple(value for value, _ in kept),)
+    return Joint(graph, tuple(inputs), tuple(port for _, port in kept), constants)
+
+
+def input_port(description: Any, signature: Signature, canonical: Mapping[str, str]) -> Port:
+    match description:
+        case _torch.ParamAOTInput(target=target):
+            return Port(Role.PARAMETER, canonical[target.removeprefix(MODEL_PREFIX)])
+        case _torch.BufferAOTInput(target=target):
+            return Port(Role.BUFFER, canonical[target.removeprefix(MODEL_PREFIX)])
+        case _torch.PlainAOTInput(idx=index):
+            return Port(Role.INPUT, signature.tensors[index].name)
+        case _torch.TangentAOTInput():
+            return Port(Role.LOSS_GRADIENT, "loss")
+    raise TraceError(f"the model has an input that zbfx does not know: {description}")
+
+
+def output_port(description: Any, canonical: Mapping[str, str]) -> Port:
+    match description:
+        case _torch.PlainAOTOutput():
+            return Port(Role.LOSS, "loss")
+        case _torch.GradAOTOutput(grad_of=_torch.ParamAOTInput(target=target)):
+            return Port(Role.GRADIENT, canonical[target.removeprefix(MODEL_PREFIX)])
+        case _torch.InputMutationAOTOutput(mutated_input=_torch.BufferAOTInput(target=target)):
+            return Port(Role.BUFFER_UPDATE, canonical[target.removeprefix(MODEL_PREFIX)])
+        case _torch.InputMutationAOTOutput(mutated_input=mutated):
+            raise TraceError(
+                f"the model writes in place into {mutated}; write into a copy (`x = x.clone()`) or a buffer"
+            )
+    raise TraceError(f"the model has an output that zbfx does not know: {description}")
