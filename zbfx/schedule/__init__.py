@@ -2,7 +2,7 @@
 
 from zbfx.schedule.check import check
 from zbfx.schedule.planner import build, plan
-from zbfx.schedule.registry import register
+from zbfx.schedule.registry import names, register
 from zbfx.schedule.simulate import Timeline, simulate
 
-__all__ = ["Timeline", "build", "check", "plan", "register", "simulate"]
+__all__ = ["Timeline", "build", "check", "names", "plan", "register", "simulate"]

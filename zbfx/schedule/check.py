@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbfx.errors import InvalidSchedule, NoFeasibleSchedule
+from zbfx.errors import InvalidSchedule
 from zbfx.plan import Action, CostTable, Kind
 from zbfx.schedule.deadlock import grid
 from zbfx.schedule.exact import Instance, instance
@@ -14,7 +14,9 @@ from zbfx.schedule.simulate import Timeline, simulate
 RULES = {Kind.F: (), Kind.B: (Kind.F,), Kind.W: (Kind.B,), Kind.BW: (Kind.F,)}  # what must come first
 
 
-def check(costs: CostTable, microbatches: int, ranks: Sequence[Sequence[Action]], mem_limit: MemLimit = None) -> Timeline:
+def check(
+    costs: CostTable, microbatches: int, ranks: Sequence[Sequence[Action]], mem_limit: MemLimit = None
+) -> Timeline:
     """Raise unless `ranks` runs every F, B and W exactly once, in a possible order, within the limit and to the end.
 
     Every stage runs its Fs in ascending order of microbatches; Bs and Ws may come in any order. Raises InvalidSchedule
@@ -44,18 +46,24 @@ def _check_order(costs: CostTable, ranks: Sequence[Sequence[Action]], rank: int,
     for step, action in enumerate(order):
         stage, microbatch = action.stage, action.microbatch
         if costs.placement[stage] != rank:
-            raise _fail(ranks, rank, step, f"{action} belongs on rank {costs.placement[stage]}, where stage {stage} lives")
+            raise _fail(
+                ranks, rank, step, f"{action} belongs on rank {costs.placement[stage]}, where stage {stage} lives"
+            )
         done_as_whole = action.kind in (Kind.B, Kind.W) and Action(Kind.BW, stage, microbatch) in done
         done_in_parts = action.kind is Kind.BW and Action(Kind.B, stage, microbatch) in done
         if action in done or done_as_whole or done_in_parts:
             raise _fail(ranks, rank, step, f"{action} runs a second time; every F, B and W runs exactly once")
         for kind in RULES[action.kind]:
             if Action(kind, stage, microbatch) not in done:
-                raise _fail(ranks, rank, step, f"{action} runs before {Action(kind, stage, microbatch)}; the order is F, B, W")
+                raise _fail(
+                    ranks, rank, step, f"{action} runs before {Action(kind, stage, microbatch)}; the order is F, B, W"
+                )
         if action.kind is Kind.F:
             if microbatch != next_forward[stage]:
                 expected = Action(Kind.F, stage, next_forward[stage])
-                raise _fail(ranks, rank, step, f"{action} runs where {expected} is due; a stage's Fs run in ascending order")
+                raise _fail(
+                    ranks, rank, step, f"{action} runs where {expected} is due; a stage's Fs run in ascending order"
+                )
             next_forward[stage] += 1
         done.add(action)
 
@@ -73,7 +81,9 @@ def _check_complete(costs: CostTable, microbatches: int, ranks: Sequence[Sequenc
                     raise _fail(ranks, rank, len(order) - 1, f"{action} is missing; every F, B and W runs exactly once")
 
 
-def _check_memory(problem: Instance, ranks: Sequence[Sequence[Action]], allowed: Sequence[int], timed: Timeline) -> None:
+def _check_memory(
+    problem: Instance, ranks: Sequence[Sequence[Action]], allowed: Sequence[int], timed: Timeline
+) -> None:
     m = problem.microbatches
     for rank, order in enumerate(problem.encode(ranks)):
         held = 0
@@ -87,6 +97,3 @@ def _check_memory(problem: Instance, ranks: Sequence[Sequence[Action]], allowed:
                     f"{ranks[rank][step]} raises memory to {problem.bytes(held + problem.static[rank]):g} bytes, over the limit "
                     f"of {problem.bytes(allowed[rank] + problem.static[rank]):g}; this order needs {timed.peak_bytes[rank]:g}",
                 )
-
-
-__all__ = ["NoFeasibleSchedule", "check"]

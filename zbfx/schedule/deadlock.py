@@ -20,14 +20,20 @@ def grid(ranks: Sequence[Sequence[Action]], marks: dict[int, int], context: int 
     first = max(0, min(marks.values(), default=0) - context)
     last = min(max(marks.values(), default=0) + context + 1, max(map(len, ranks), default=0))
     cells = [
-        [f">{order[step]}<" if marks.get(rank) == step else f" {order[step]} " for step in range(first, min(last, len(order)))]
+        [
+            f">{order[step]}<" if marks.get(rank) == step else f" {order[step]} "
+            for step in range(first, min(last, len(order)))
+        ]
         for rank, order in enumerate(ranks)
     ]
     width = max((len(cell) for row in cells for cell in row), default=0)
     lead = "... " if first else ""
     header = "step".ljust(9) + " " * len(lead) + " ".join(str(step).center(width) for step in range(first, last))
     lines = [
-        f"rank {rank}".ljust(9) + lead + " ".join(cell.center(width) for cell in row) + (" ..." if last < len(ranks[rank]) else "")
+        f"rank {rank}".ljust(9)
+        + lead
+        + " ".join(cell.center(width) for cell in row)
+        + (" ..." if last < len(ranks[rank]) else "")
         for rank, row in enumerate(cells)
     ]
     return "\n".join(line.rstrip() for line in [header, *lines])
@@ -38,7 +44,9 @@ def describe_deadlock(problem: Instance, orders: Sequence[Sequence[int]]) -> str
     reached = run(problem, orders).reached
     m = problem.microbatches
     made_by = {
-        problem.output[code // m] * m + code % m: (rank, step) for rank, order in enumerate(orders) for step, code in enumerate(order)
+        problem.output[code // m] * m + code % m: (rank, step)
+        for rank, order in enumerate(orders)
+        for step, code in enumerate(order)
     }
 
     def needed(rank: int) -> int:
@@ -67,6 +75,8 @@ def describe_deadlock(problem: Instance, orders: Sequence[Sequence[int]]) -> str
         stuck, wanted = problem.action(orders[rank][reached[rank]]), needed(rank)
         maker = made_by[wanted][0]
         waits = problem.action(orders[maker][reached[maker]])
-        reasons.append(f"rank {rank} waits at {stuck} for {problem.action(wanted)}, which rank {maker} runs only after {waits}")
+        reasons.append(
+            f"rank {rank} waits at {stuck} for {problem.action(wanted)}, which rank {maker} runs only after {waits}"
+        )
     picture = grid(problem.decode(orders), {rank: reached[rank] for rank in cycle})
     return f"deadlock: {'; '.join(reasons)}. Move one of the marked actions back.\n{picture}"

@@ -73,7 +73,9 @@ class Instance:
     def encode(self, ranks: Sequence[Sequence[Action]]) -> list[list[int]]:
         count, m = self.stage_count, self.microbatches
         if len(ranks) != self.rank_count:
-            raise InvalidSchedule(f"the placement has {self.rank_count} ranks; the schedule gives orders for {len(ranks)}")
+            raise InvalidSchedule(
+                f"the placement has {self.rank_count} ranks; the schedule gives orders for {len(ranks)}"
+            )
         bases = {kind: index * count for kind, index in KIND_INDEX.items()}
         for rank, order in enumerate(ranks):
             for action in order:
@@ -90,7 +92,9 @@ class Instance:
         """A limit per rank in bytes as whole units that activations may take (rounded down, which changes nothing)."""
         if limit is None:
             return None
-        return [int(exact(value) * self.units_per_byte // 1) - held for value, held in zip(limit, self.static, strict=True)]
+        return [
+            int(exact(value) * self.units_per_byte // 1) - held for value, held in zip(limit, self.static, strict=True)
+        ]
 
 
 def instance(costs: CostTable, microbatches: int) -> Instance:

@@ -15,7 +15,9 @@ MemLimit = Number | str | Sequence[Number] | None
 def one_x(costs: CostTable) -> Fraction:
     """Activation bytes of 1F1B, the unit of "2x": p times the largest M_B of a rank, over all its stages."""
     ranks = range(costs.rank_count)
-    return len(ranks) * max(sum((exact(costs.stages[s].saved_bytes) for s in costs.stages_of(r)), Fraction()) for r in ranks)
+    return len(ranks) * max(
+        sum((exact(costs.stages[s].saved_bytes) for s in costs.stages_of(r)), Fraction()) for r in ranks
+    )
 
 
 def static_bytes(costs: CostTable, rank: int) -> Fraction:
@@ -33,7 +35,9 @@ def limit_per_rank(costs: CostTable, mem_limit: MemLimit) -> tuple[Number, ...] 
                 return (Fraction(text),) * costs.rank_count
             allowed = Fraction(text[:-1]) * one_x(costs)
         except ValueError as error:
-            raise ZbfxError(f'a memory limit is a number of bytes, a multiple like "2x", or one number per rank; found {mem_limit!r}') from error
+            raise ZbfxError(
+                f'a memory limit is a number of bytes, a multiple like "2x", or one number per rank; found {mem_limit!r}'
+            ) from error
         return tuple(allowed + static_bytes(costs, rank) for rank in range(costs.rank_count))
     if isinstance(mem_limit, Sequence):
         if len(mem_limit) != costs.rank_count:
@@ -49,7 +53,9 @@ def smallest_limit(costs: CostTable, rank: int) -> Fraction:
     where a microbatch's forward passes all of the rank's stages before its backward returns to the first of them,
     as in every pipeline in which each stage feeds the next.
     """
-    return static_bytes(costs, rank) + sum((exact(costs.stages[s].saved_bytes) for s in costs.stages_of(rank)), Fraction())
+    return static_bytes(costs, rank) + sum(
+        (exact(costs.stages[s].saved_bytes) for s in costs.stages_of(rank)), Fraction()
+    )
 
 
 def require_feasible(costs: CostTable, limits: Sequence[Number] | None) -> None:
@@ -61,7 +67,9 @@ def require_feasible(costs: CostTable, limits: Sequence[Number] | None) -> None:
     if not short:
         return
     rank = max(short, key=lambda r: least[r])
-    stage = max(costs.stages_of(rank), key=lambda s: exact(costs.stages[s].static_bytes) + exact(costs.stages[s].saved_bytes))
+    stage = max(
+        costs.stages_of(rank), key=lambda s: exact(costs.stages[s].static_bytes) + exact(costs.stages[s].saved_bytes)
+    )
     one_limit = max(least) if len(set(limits)) == 1 else least[rank]
     raise NoFeasibleSchedule(
         f"no schedule fits in {float(limits[rank]):g} bytes on rank {rank}: it holds {float(static_bytes(costs, rank)):g} bytes throughout and "

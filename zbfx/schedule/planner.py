@@ -4,41 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
 
 from zbfx.errors import ZbfxError
-from zbfx.plan import Action, CostTable, Schedule
+from zbfx.plan import Action, CostTable, Number, Schedule
+from zbfx.schedule.certificate import Certificate
 from zbfx.schedule.check import check
+from zbfx.schedule.exact import exact
 from zbfx.schedule.handmade import Ranks
-from zbfx.schedule.limits import MemLimit, limit_per_rank
-from zbfx.schedule.registry import GENERATORS, Generator
+from zbfx.schedule.limits import MemLimit, limit_per_rank, require_feasible
+from zbfx.schedule.registry import GENERATORS, SEARCHED, Generator, names
+from zbfx.schedule.search import Search
 
 Request = str | Generator | Schedule | Sequence[Sequence[Action] | str]
 
 
-def build(name: str, costs: CostTable, microbatches: int, ranks: Ranks, mem_limit: MemLimit = None) -> Schedule:
-    """Check and time `ranks`, and attach the lower bound that holds for these costs and this limit."""
-    timed = check(costs, microbatches, ranks, mem_limit)
-    limits = limit_per_rank(costs, mem_limit)
-    return Schedule(
-        name=name,
-        costs=costs,
-        microbatches=microbatches,
-        ranks=tuple(map(tuple, ranks)),
-        spans=timed.spans,
-        peak_bytes=timed.peak_bytes,
-        mem_limit=None if limits is None else tuple(map(float, limits)),
-    )
-
-
-def read_orders(orders: Sequence[Sequence[Action] | str]) -> Ranks:
-    """An order per rank, as actions or as text like "F0.0 F0.1 B0.0"."""
-    return tuple(
-        tuple(Action.parse(word) for word in order.split()) if isinstance(order, str) else tuple(order) for order in orders
-    )
-
-
 def plan(
-    costs: CostTable,
+    costs: CostTable | Sequence[CostTable],
     microbatches: int,
     *,
     schedule: Request = "auto",
@@ -48,21 +31,113 @@ def plan(
 ) -> Schedule:
     """Order F, B and W of every stage and microbatch on every rank.
 
-    `schedule` is a name, an order per rank (actions, or text like "F0.0 F0.1 B0.0"), a Schedule, or a generator
+    `costs` may be several tables that differ in placement; the best schedule over all of them is returned. `schedule`
+    is a name, an order per rank (actions, or text like "F0.0 F0.1 B0.0"), a Schedule, or a generator
     `(costs, microbatches) -> orders`. `mem_limit` counts bytes per rank, static bytes included: a number, one number
-    per rank, a multiple like "2x" of what 1F1B's activations need, or None.
+    per rank, a multiple like "2x" of what 1F1B's activations need, or None. Searched schedules stop when the lower
+    bound is met or after `budget_s`; the same seed takes the same way.
     """
     begun = time.perf_counter()
+    tables = [costs] if isinstance(costs, CostTable) else list(costs)
+    if not tables:
+        raise ZbfxError("plan needs a cost table; found an empty sequence")
+    candidates, refusals = [], []
+    for index, table in enumerate(tables):
+        share_s = (begun + budget_s - time.perf_counter()) / (len(tables) - index)
+        try:
+            candidates.append(_plan_one(table, microbatches, schedule, mem_limit, share_s, seed))
+        except ZbfxError as refusal:
+            refusals.append(refusal)
+    if not candidates:
+        raise refusals[0]
+    best = min(candidates, key=lambda found: found.iteration_s)
+    notes = best.notes
+    if len(tables) > 1:
+        compared = [
+            f"placement {_short(c.costs.placement)}: {c.iteration_s:g} s, bubble {c.bubble_rate:.4f}"
+            for c in candidates
+        ]
+        notes = (*compared, *(f"not possible: {str(refusal).splitlines()[0]}" for refusal in refusals), *notes)
+    return replace(best, search_s=time.perf_counter() - begun, notes=notes)
+
+
+def build(name: str, costs: CostTable, microbatches: int, ranks: Ranks, mem_limit: MemLimit = None) -> Schedule:
+    """Check and time `ranks`, and attach the lower bound that holds for these costs and this limit."""
+    timed = check(costs, microbatches, ranks, mem_limit)
+    limits = limit_per_rank(costs, mem_limit)
+    bound = Certificate(costs, microbatches, limits).seconds
+    schedule = Schedule(
+        name=name,
+        costs=costs,
+        microbatches=microbatches,
+        ranks=tuple(map(tuple, ranks)),
+        spans=timed.spans,
+        peak_bytes=timed.peak_bytes,
+        mem_limit=None if limits is None else tuple(map(float, limits)),
+    )
+    # Equal as fractions must be equal as floats: a gap of 0 means proven optimal.
+    optimal = Fraction(timed.iteration_ticks, timed.ticks_per_s) == bound
+    return replace(schedule, lower_bound_s=schedule.iteration_s if optimal else float(bound))
+
+
+def read_orders(orders: Sequence[Sequence[Action] | str]) -> Ranks:
+    """An order per rank, as actions or as text like "F0.0 F0.1 B0.0"."""
+    return tuple(
+        tuple(Action.parse(word) for word in order.split()) if isinstance(order, str) else tuple(order)
+        for order in orders
+    )
+
+
+def _plan_one(
+    costs: CostTable, microbatches: int, schedule: Request, mem_limit: MemLimit, budget_s: float, seed: int
+) -> Schedule:
     if isinstance(schedule, str):
-        name = schedule
-        if name not in GENERATORS:
-            raise ZbfxError(f"no schedule is called {name!r}; known: {', '.join(sorted(GENERATORS))}")
-        ranks = GENERATORS[name](costs, microbatches)
-    elif isinstance(schedule, Schedule):
-        name, ranks = schedule.name, schedule.ranks
-    elif callable(schedule):
-        name, ranks = getattr(schedule, "__name__", "generator"), schedule(costs, microbatches)
-    else:
-        name, ranks = "custom", read_orders(schedule)
-    del begun
-    return build(name, costs, microbatches, ranks, mem_limit)
+        if schedule in GENERATORS:
+            return build(schedule, costs, microbatches, GENERATORS[schedule](costs, microbatches), mem_limit)
+        if schedule in SEARCHED:
+            return _search(schedule, costs, microbatches, mem_limit, budget_s, seed)
+        raise ZbfxError(f"no schedule is called {schedule!r}; known: {', '.join(names())}")
+    if isinstance(schedule, Schedule):
+        return build(schedule.name, costs, microbatches, schedule.ranks, mem_limit)
+    if callable(schedule):
+        return build(
+            getattr(schedule, "__name__", "generated"), costs, microbatches, schedule(costs, microbatches), mem_limit
+        )
+    return build("custom", costs, microbatches, read_orders(schedule), mem_limit)
+
+
+def _search(
+    name: str, costs: CostTable, microbatches: int, mem_limit: MemLimit, budget_s: float, seed: int
+) -> Schedule:
+    """Search under the smaller of the user's limit and the schedule's own; `auto` also compares all generated schedules."""
+    deadline_s = time.perf_counter() + budget_s
+    wanted = SEARCHED[name]
+    wanted.require_placement(name, costs)
+    limits = _tighter(limit_per_rank(costs, mem_limit), limit_per_rank(costs, wanted.mem_limit))
+    require_feasible(costs, limits)
+    search = Search(costs, microbatches, limits, seed, deadline_s)
+    compared = []
+    for other, generate in GENERATORS.items():
+        try:
+            compared.append(search.compare(other, generate(costs, microbatches)))
+        except ZbfxError as refusal:
+            compared.append(f"{other}: {str(refusal).splitlines()[0]}")
+    search.run()
+    found = search.result()
+    schedule = build(name, costs, microbatches, found.ranks, limits)
+    proven = found.cost_s == found.bound_s
+    return replace(
+        schedule,
+        lower_bound_s=schedule.iteration_s if proven else max(schedule.lower_bound_s, float(found.bound_s)),
+        notes=(*compared, *found.notes),
+    )
+
+
+def _tighter(one: Sequence[Number] | None, other: Sequence[Number] | None) -> tuple[Number, ...] | None:
+    if one is None or other is None:
+        return tuple(one or other or ()) or None
+    return tuple(min(a, b, key=exact) for a, b in zip(one, other, strict=True))
+
+
+def _short(placement: Sequence[int]) -> str:
+    return " ".join(map(str, placement)) if len(placement) <= 16 else " ".join(map(str, placement[:16])) + " ..."
