@@ -1,0 +1,22 @@
+"""zbfx: zero-bubble pipelines from ordinary PyTorch models."""
+
+from zbfx.errors import InputError, InvalidSchedule, NoFeasibleSchedule, PipelineFault, TraceError, ZbfxError
+from zbfx.pipeline import Pipeline, compile
+from zbfx.plan import Action, CostTable, Edge, Kind, Schedule, StageCost
+
+__all__ = [
+    "Action",
+    "CostTable",
+    "Edge",
+    "InputError",
+    "InvalidSchedule",
+    "Kind",
+    "NoFeasibleSchedule",
+    "Pipeline",
+    "PipelineFault",
+    "Schedule",
+    "StageCost",
+    "TraceError",
+    "ZbfxError",
+    "compile",
+]

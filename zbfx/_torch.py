@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
 from torch._functorch._aot_autograd.descriptors import (
@@ -51,6 +52,7 @@ __all__ = [
     "PlainAOTOutput",
     "TangentAOTInput",
     "capture_joint",
+    "group_store",
     "pytree",
 ]
 
@@ -83,3 +85,8 @@ def capture_joint(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphModule
         for node in graph_module.graph.nodes:
             node.meta["is_backward"] = node.meta.get("partitioner_tag") == "is_backward"
         return graph_module
+
+
+def group_store(group: dist.ProcessGroup) -> dist.Store:
+    """The key-value store that the ranks of a group share."""
+    return group.get_group_store()

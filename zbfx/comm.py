@@ -5,7 +5,9 @@ Nothing here is global: programs get their transport as an argument.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -14,8 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zbfx._torch import group_store
+from zbfx.errors import PipelineFault
+
 if TYPE_CHECKING:
     from zbfx.messages import Message, TensorLayout
+
+
+FAULT_KEY = "fault"
+FAULT_GRACE = timedelta(seconds=3)  # how long a rank that lost a connection waits for the reason
 
 
 class Microbatch(NamedTuple):
@@ -91,30 +100,93 @@ class LocalTransport:
         """Nothing is on its way once a program has ended."""
 
 
-@dataclass
-class GroupTransport:
-    """Messages over torch.distributed, one process group for each direction of each pair of ranks.
+def new_group(ranks: Iterable[int], timeout: timedelta) -> dist.ProcessGroup:
+    """A process group; every process of the world calls this, member or not."""
+    return dist.new_group(sorted(ranks), timeout=timeout)  # type: ignore[return-value]
 
-    `channels[source, target]` are pipeline ranks; `ranks` maps them to global ranks.
+
+class Channels:
+    """The process groups of one pipeline: one for each direction of each pair of ranks, and one of all ranks.
+
+    The pipeline's ranks are the world's. Groups are created and warmed here, by every rank in the same order:
+    communicators that are created lazily, inside a running pipeline, deadlock as soon as receives are posted ahead.
     """
 
-    rank: int
-    ranks: Sequence[int]
-    device: torch.device
+    def __init__(self, rank: int, pairs: Collection[tuple[int, int]], device: torch.device, timeout: timedelta) -> None:
+        self.rank, self.device = rank, device
+        self.group: dist.ProcessGroup | None = new_group(range(dist.get_world_size()), timeout)
+        self.store = group_store(self.group)
+        self.pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
+        for source, target in sorted(pairs):
+            group = new_group((source, target), timeout)
+            if rank in (source, target):
+                self.pairs[source, target] = group
+                self.copy(torch.zeros(1, device=device), source, target)
+
+    def isend(self, value: Tensor, target: int) -> dist.Work:
+        work = dist.isend(value, dst=target, group=self.pairs[self.rank, target])
+        assert work is not None, "this process is one of the two"
+        return work
+
+    def irecv(self, value: Tensor, source: int) -> dist.Work:
+        work = dist.irecv(value, src=source, group=self.pairs[source, self.rank])
+        assert work is not None, "this process is one of the two"
+        return work
+
+    def copy(self, value: Tensor, source: int, target: int) -> None:
+        """Overwrite `value` on rank `target` with that of rank `source`; both call it."""
+        (self.isend(value, target) if self.rank == source else self.irecv(value, source)).wait()
+
+    def broadcast(self, value: Tensor, source: int) -> None:
+        dist.broadcast(value, src=source, group=self.group)
+
+    def gather(self, value: object) -> list[object]:
+        """The picklable value of every rank, in order, on every rank."""
+        values: list[object] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def fail(self, error: BaseException) -> str:
+        """Tell the other ranks why this one fails, or learn why they do, and close all connections: ranks that wait
+        for this one fail at once. Returns the first failure of all ranks."""
+        first = self.first_fault(
+            str(error) if isinstance(error, PipelineFault) else f"rank {self.rank}: {type(error).__name__}: {error}"
+        )
+        traceback.clear_frames(error.__traceback__)  # pending operations in their locals keep connections open
+        for group in (*self.pairs.values(), self.group):
+            dist.destroy_process_group(group)
+        self.pairs.clear()
+        self.group = None
+        return first
+
+    def first_fault(self, own: str) -> str:
+        try:
+            # A rank that lost a connection leaves the first word to the rank that broke it.
+            if "waiting for" in own:
+                with suppress(Exception):
+                    self.store.wait([FAULT_KEY], FAULT_GRACE)
+            # The store takes the first value that arrives and returns it to all.
+            return self.store.compare_set(FAULT_KEY, "", own).decode()
+        except Exception:
+            return own  # the process that holds the store is gone
+
+
+@dataclass
+class GroupTransport:
+    """Messages over torch.distributed."""
+
     messages: Mapping[str, Message]
-    channels: Mapping[tuple[int, int], dist.ProcessGroup]
+    channels: Channels
     posted: dict[str, tuple[list[dist.Work], tuple[Tensor, ...]]] = field(default_factory=dict)
-    sending: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+    sending: list[tuple[str, dist.Work, Tensor]] = field(default_factory=list)
 
     def post(self, key: str) -> None:
         message = self.messages[key]
-        group = self.channels[message.source, self.rank]
         values = tuple(
-            torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=self.device)
+            torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=self.channels.device)
             for layout in message.layouts
         )
-        works = [dist.irecv(flat(v), src=self.ranks[message.source], group=group) for v in values]
-        self.posted[key] = (works, values)  # type: ignore[assignment]
+        self.posted[key] = ([self.channels.irecv(flat(value), message.source) for value in values], values)
 
     def ready(self, key: str) -> bool:
         """`receive` waits for what has not arrived."""
@@ -123,43 +195,32 @@ class GroupTransport:
     def receive(self, key: str) -> tuple[Tensor, ...]:
         works, values = self.posted.pop(key)
         for work in works:
-            work.wait()
+            self.wait(work, key, "from", self.messages[key].source)
         return values
 
     def send(self, key: str, values: tuple[Tensor, ...]) -> None:
         message = self.messages[key]
-        group = self.channels[self.rank, message.target]
-        self.sending = [(work, value) for work, value in self.sending if not work.is_completed()]
+        self.sending = [entry for entry in self.sending if not entry[1].is_completed()]
         for value, layout in zip(values, message.layouts, strict=True):
             dense = flat(laid_out(value, layout))
-            work = dist.isend(dense, dst=self.ranks[message.target], group=group)
-            self.sending.append((work, dense))  # type: ignore[arg-type]
+            self.sending.append((key, self.channels.isend(dense, message.target), dense))
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
-        for work, _ in self.sending:
-            work.wait()
+        for key, work, _ in self.sending:
+            self.wait(work, key, "to", self.messages[key].target)
         self.sending.clear()
 
+    def wait(self, work: dist.Work, key: str, direction: str, peer: int) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise PipelineFault(
+                f"rank {self.channels.rank}: waiting for message {key} {direction} rank {peer}, which is lost, or slower "
+                f"than the timeout: {error}"
+            ) from error
 
-def open_channels(
-    rank: int, ranks: Sequence[int], pairs: Sequence[tuple[int, int]], device: torch.device, timeout: timedelta
-) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """Create and warm a process group for each (source, target) of `pairs` that `rank` belongs to.
-
-    Every rank walks the same pairs in the same order: communicators that are created lazily, inside a running
-    pipeline, deadlock as soon as receives are posted ahead.
-    """
-    channels = {}
-    for source, target in sorted(pairs):
-        if rank in (source, target):
-            members = sorted((ranks[source], ranks[target]))
-            group = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
-            assert group is not None
-            token = torch.zeros(1, device=device)
-            if rank == source:
-                dist.send(token, dst=ranks[target], group=group)
-            else:
-                dist.recv(token, src=ranks[source], group=group)
-            channels[source, target] = group
-    return channels
+    def drop(self) -> None:
+        """Forget what is on its way, after a failure."""
+        self.posted.clear()
+        self.sending.clear()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -12,10 +14,11 @@ from torch import Tensor, nn
 
 from zbfx import comm, cost
 from zbfx.batch import Signature
+from zbfx.bind import check_same_plan, checked_rank, move_to
 from zbfx.codegen import Program, generate
 from zbfx.errors import ZbfxError
-from zbfx.graphs import Joint, Stage
-from zbfx.messages import shared_gradients
+from zbfx.graphs import Joint, Role, Stage
+from zbfx.messages import SharedGradient, shared_gradients
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.extract import extract
 from zbfx.passes.partition import partition
@@ -23,7 +26,7 @@ from zbfx.passes.split import split
 from zbfx.plan import CostTable, Schedule
 from zbfx.run import RankRunner, Tensors
 from zbfx.schedule import plan
-from zbfx.step import LocalStep
+from zbfx.step import LocalStep, RankStep
 from zbfx.trace import canonical_names, named_tensors, trace
 
 
@@ -98,8 +101,6 @@ class Pipeline:
 
     @property
     def loss_dtype(self) -> torch.dtype:
-        from zbfx.graphs import Role
-
         return next(
             value.meta["val"].dtype
             for value, port in zip(self.joint.output_values, self.joint.outputs, strict=True)
@@ -107,30 +108,65 @@ class Pipeline:
         )
 
     def tensors(self) -> Tensors:
-        """The model's live tensors by canonical name. Raises `ZbfxError` if one is still on the meta device."""
+        """The model's live tensors by canonical name."""
         canonical = canonical_names(self.model, self.loss_fn)
         named = named_tensors(self.model, self.loss_fn)
         return Tensors({name: named[name] for name in dict.fromkeys(canonical.values())}, self.joint.constants)
 
+    @property
+    def shared_gradients(self) -> tuple[SharedGradient, ...]:
+        return shared_gradients(self.stages, self.schedule.costs.placement)
+
     def run_local(self, *, seed: int | None = None) -> LocalStep:
-        """A step that runs every rank in this process, without torch.distributed."""
+        """A step that runs every rank in this process, one after the other: the same results, without a launcher.
+
+        `seed` fixes the random numbers; by default they follow `torch.manual_seed`.
+        """
         tensors = self.tensors()
         mailbox: dict[str, tuple[Tensor, ...]] = {}
-        shared = shared_gradients(self.stages, self.schedule.costs.placement)
-        runners = [
-            RankRunner(
-                program,
-                tensors,
-                comm.LocalTransport(program.messages, mailbox),
-                adds={gradient.name for gradient in shared if gradient.holders[0] == program.rank},
-            )
-            for program in self.programs
-        ]
-        return LocalStep(
-            runners,
-            self.loss_dtype,
-            signature=self.signature,
-            microbatches=self.schedule.microbatches,
-            device=self.device,
-            seed=torch.initial_seed() if seed is None else seed,
+        runners = []
+        for program in self.programs:
+            adds = {gradient.name for gradient in self.shared_gradients if gradient.holders[0] == program.rank}
+            runners.append(RankRunner(program, tensors, comm.LocalTransport(program.messages, mailbox), adds))
+        move_to(runners, self.device)
+        return LocalStep(runners, self.loss_dtype, **self.step_options(torch.initial_seed() if seed is None else seed))
+
+    def bind(self, rank: int | None = None, *, timeout_s: float = 600.0, seed: int | None = None) -> RankStep:
+        """This process's part of the pipeline, over torch.distributed (call `init_process_group` first).
+
+        The pipeline's ranks are the processes of torch.distributed; `rank`, if given, must be this process's. Moves the parameters of this rank's stages to the pipeline's device, creates and warms the communicators,
+        checks that all ranks hold the same plan, and makes tied parameters equal. `timeout_s` bounds every wait for
+        another rank. `seed` fixes the random numbers; by default they follow rank 0's `torch.manual_seed`.
+
+        Raises `ZbfxError` if torch.distributed is not initialised, has another number of ranks, or plans differ.
+        """
+        rank = checked_rank(len(self.programs), rank)
+        messages = [message for program in self.programs for message in program.messages.values()]
+        pairs = {(message.source, message.target) for message in messages}
+        tensors = self.tensors()
+        program = self.programs[rank]
+        transport = comm.GroupTransport(
+            program.messages, comm.Channels(rank, pairs, self.device, timedelta(seconds=timeout_s))
         )
+        runner = RankRunner(program, tensors, transport, adds={gradient.name for gradient in self.shared_gradients})
+        move_to([runner], self.device)
+        channels = transport.channels
+        check_same_plan(channels.gather(self.digest()))
+        for gradient in self.shared_gradients:
+            first, *others = gradient.holders
+            for other in others:
+                if rank in (first, other):
+                    channels.copy(tensors.named[gradient.name].detach(), first, other)
+        seeds = channels.gather(torch.initial_seed() if seed is None else seed)
+        loss_rank = self.schedule.costs.placement[self.loss_stage]
+        return RankStep(runner, channels, loss_rank, self.loss_dtype, **self.step_options(int(str(seeds[0]))))
+
+    def step_options(self, seed: int) -> dict[str, Any]:
+        microbatches = self.schedule.microbatches
+        return {"signature": self.signature, "microbatches": microbatches, "device": self.device, "seed": seed}
+
+    def digest(self) -> str:
+        """A hash of every rank's program and of every phase: equal where the plans are."""
+        texts = [program.code for program in self.programs]
+        texts += [phase.module.code for stage in self.stages for phase in stage.phases.values()]
+        return hashlib.sha256("".join(texts).encode()).hexdigest()

@@ -49,6 +49,14 @@ class RankRunner:
         return {name: t for name, t in self.tensors.named.items() if name in found and isinstance(t, nn.Parameter)}
 
     @property
+    def tensor_names(self) -> set[str]:
+        """The parameters and buffers that this rank's stages use."""
+        ports = {
+            port.name for call in self.calls for port in call.phase.ports if port.role in (Role.PARAMETER, Role.BUFFER)
+        }
+        return ports | set(self.parameters)
+
+    @property
     def input_names(self) -> set[str]:
         """The tensors of the microbatch that this rank's stages read."""
         return {name for call in self.calls for name in call.phase.port_names(Role.INPUT)}

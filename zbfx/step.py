@@ -6,15 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbfx import comm, rng
 from zbfx.batch import Signature
-from zbfx.errors import InputError
+from zbfx.comm import Channels
+from zbfx.errors import InputError, PipelineFault
 from zbfx.run import RankRunner, Run
-
-FAULT_KEY = "zbfx/fault"
 
 
 class Step:
@@ -100,26 +98,15 @@ def take_turns(runs: Sequence[Run]) -> list[tuple[Tensor, ...]]:
 
 
 class RankStep(Step):
-    """This process's rank of a pipeline over torch.distributed."""
+    """This process's rank of a pipeline over torch.distributed.
 
-    def __init__(
-        self,
-        runner: RankRunner,
-        loss_rank: int,
-        loss_dtype: torch.dtype,
-        ranks: Sequence[int],
-        group: dist.ProcessGroup,
-        **options: Any,
-    ) -> None:
+    When a rank fails, every rank raises `PipelineFault` with that rank's message. The step cannot be used after that.
+    """
+
+    def __init__(self, runner: RankRunner, channels: Channels, loss_rank: int, loss_dtype: torch.dtype, **options: Any):
         super().__init__(**options)
-        self.runner, self.loss_rank, self.loss_dtype, self.ranks, self.group = (
-            runner,
-            loss_rank,
-            loss_dtype,
-            ranks,
-            group,
-        )
-        self.store = dist.distributed_c10d._get_default_store()
+        self.runner, self.channels, self.loss_rank, self.loss_dtype = runner, channels, loss_rank, loss_dtype
+        self.fault: str | None = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return iter(self.runner.parameters.values())
@@ -129,10 +116,21 @@ class RankStep(Step):
 
     @torch.no_grad()
     def run(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
-        self.runner.start(self.loss_gradient(self.loss_dtype))
-        run = self.runner.run(self.inputs(rows, self.runner.input_names), self.count)
-        losses = take_turns([run])[0]
-        loss = torch.stack(losses).mean() if losses else torch.zeros((), dtype=self.loss_dtype, device=self.device)
-        dist.broadcast(loss, src=self.ranks[self.loss_rank], group=self.group)
+        if self.fault is not None:
+            raise PipelineFault(
+                f"this pipeline has failed before and cannot go on; bind it again. It failed with: {self.fault}"
+            )
+        try:
+            self.runner.start(self.loss_gradient(self.loss_dtype))
+            run = self.runner.run(self.inputs(rows, self.runner.input_names), self.count)
+            losses = take_turns([run])[0]
+            loss = torch.stack(losses).mean() if losses else torch.zeros((), dtype=self.loss_dtype, device=self.device)
+            self.channels.broadcast(loss, self.loss_rank)
+        except BaseException as error:
+            self.runner.transport.drop()
+            self.fault = self.channels.fail(error)
+            if not isinstance(error, Exception):  # Ctrl-C and exit stay what they are
+                raise
+            raise PipelineFault(self.fault) from error
         self.count += 1
         return loss

@@ -12,7 +12,7 @@ from fractions import Fraction
 from math import lcm
 
 from zbfx.errors import InvalidSchedule, ZbfxError
-from zbfx.plan import Action, CostTable, Kind, Number
+from zbfx.plan import Action, CostTable, Kind, Number, StageCost
 
 F, B, W, BW = range(4)  # the kind part of a code
 KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
@@ -24,6 +24,12 @@ Source = tuple[int, int]  # (group whose output is needed, ticks that it travels
 def exact(value: Number) -> Fraction:
     """0.1 means one tenth, not the binary number next to it."""
     return Fraction(repr(float(value))) if isinstance(value, float) else Fraction(value)
+
+
+def _exact_seconds(stage: StageCost, kind: Kind) -> Fraction:
+    if kind is Kind.BW and stage.backward_s is None:
+        return exact(stage.backward_input_s) + exact(stage.backward_weight_s)  # summed as floats they would round
+    return exact(stage.seconds(kind))
 
 
 def _scaled(columns: Sequence[Sequence[Number]]) -> tuple[list[list[int]], int]:
@@ -102,7 +108,7 @@ def instance(costs: CostTable, microbatches: int) -> Instance:
         raise ZbfxError(f"a step has at least one microbatch; found {microbatches}")
     stages = costs.stages
     count = len(stages)
-    times = [[stage.seconds(kind) for stage in stages] for kind in KINDS]
+    times = [[_exact_seconds(stage, kind) for stage in stages] for kind in KINDS]
     forward = [0 if edge.forward_s is None else edge.forward_s for edge in costs.edges]
     backward = [0 if edge.backward_s is None else edge.backward_s for edge in costs.edges]
     (*kinds, forward_ticks, backward_ticks), ticks_per_s = _scaled([*times, forward, backward])

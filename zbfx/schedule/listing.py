@@ -22,13 +22,15 @@ class Rule:
     """`hold[s]`: Fs of stage s before its first B. `cap[s]`: most Fs of stage s without their B.
 
     `patience[r]`: rank r starts a W only if the next arrival is at least patience/4 of that W away.
-    `alternate[r]`: after a B, rank r prefers an F to the next B.
+    `alternate[r]`: after a B, rank r prefers an F to the next B. `recycle[r]`: rank r runs a W before the next B if an F
+    that has arrived lacks only memory, to keep as many microbatches in flight as `cap` says.
     """
 
     hold: tuple[int, ...]
     cap: tuple[int, ...]
     patience: tuple[int, ...]
     alternate: tuple[bool, ...]
+    recycle: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class _Run:
         allowed = scheduler.limits[rank] - self.held[rank]
         next_arrival = inf
         forward = backward = weight = -1
-        finished = True
+        finished, blocked = True, False
         for stage in scheduler.stages[rank]:
             started, returned, done = len(ends[stage]), len(ends[count + stage]), len(ends[2 * count + stage])
             if returned < m:
@@ -110,19 +112,18 @@ class _Run:
                         backward = count + stage
                     elif at < next_arrival:
                         next_arrival = at
-                if (
-                    forward < 0
-                    and started < m
-                    and started - returned < rule.cap[stage]
-                    and scheduler.room[stage] <= allowed
-                ):
+                if forward < 0 and started < m and started - returned < rule.cap[stage]:
                     at = self.arrival(stage, started)
-                    if at <= now:
+                    if scheduler.room[stage] > allowed:
+                        blocked = blocked or at <= now
+                    elif at <= now:
                         forward = stage
                     elif at < next_arrival:
                         next_arrival = at
             if done < returned and weight < 0:
                 weight = 2 * count + stage
+        if blocked and forward < 0 and weight >= 0 and rule.recycle[rank]:
+            return weight
         if backward >= 0 and not (forward >= 0 and rule.alternate[rank] and self.last_kind[rank] == B):
             return backward
         if forward >= 0:

@@ -12,6 +12,7 @@ from zbfx.schedule.exact import Instance
 from zbfx.schedule.listing import PATIENCE_UNIT, Listed, ListScheduler, Rule
 
 PATIENCES = (PATIENCE_UNIT, 0, 3, 2, 1)
+FLAGS = ((False, False), (False, True), (True, False), (True, True))  # alternate, recycle
 
 
 def first_rules(
@@ -27,8 +28,9 @@ def first_rules(
         if problem.rank_count == problem.stage_count
         else _folded_shapes(problem, limits)
     )
-    for (hold, cap), patience, alternate in product(shapes, PATIENCES, (False, True)):
-        yield Rule(hold, cap, (patience,) * problem.rank_count, (alternate,) * problem.rank_count)
+    p = problem.rank_count
+    for (hold, cap), patience, (alternate, recycle) in product(shapes, PATIENCES, FLAGS):
+        yield Rule(hold, cap, (patience,) * p, (alternate,) * p, (recycle,) * p)
 
 
 def most_in_flight(problem: Instance, limits: Sequence[int] | None) -> list[int]:
@@ -113,14 +115,17 @@ class RuleSearch:
         rule, random, most = self.rule, self.random, self.most
         assert rule is not None
         hold, cap, patience, alternate = list(rule.hold), list(rule.cap), list(rule.patience), list(rule.alternate)
+        recycle = list(rule.recycle)
         for _ in range(random.choice((1, 1, 2, 3))):
-            stage, rank, what = random.randrange(len(hold)), random.randrange(len(patience)), random.randrange(5)
+            stage, rank, what = random.randrange(len(hold)), random.randrange(len(patience)), random.randrange(6)
             if what == 0:
                 hold[stage] = max(1, min(most[stage], hold[stage] + random.choice((-1, 1))))
             elif what <= 2:
                 cap[stage] = max(1, min(most[stage], cap[stage] + random.choice((-2, -1, 1, 2))))
             elif what == 3:
                 patience[rank] = random.randint(-1, PATIENCE_UNIT + 1)
-            else:
+            elif what == 4:
                 alternate[rank] = not alternate[rank]
-        return Rule(tuple(hold), tuple(cap), tuple(patience), tuple(alternate))
+            else:
+                recycle[rank] = not recycle[rank]
+        return Rule(tuple(hold), tuple(cap), tuple(patience), tuple(alternate), tuple(recycle))

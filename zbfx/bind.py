@@ -1,0 +1,49 @@
+"""Checks and preparations before a pipeline runs: who takes part, that all hold one plan, where the tensors are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from zbfx.errors import ZbfxError
+from zbfx.run import RankRunner
+
+
+def checked_rank(count: int, rank: int | None) -> int:
+    """This process's rank in a pipeline of `count` ranks."""
+    if not dist.is_initialized():
+        raise ZbfxError(
+            "bind runs under torch.distributed: start with `torchrun --nproc-per-node=...` and call "
+            "torch.distributed.init_process_group first, or use run_local() in one process"
+        )
+    world, own = dist.get_world_size(), dist.get_rank()
+    if world != count:
+        raise ZbfxError(f"the pipeline has {count} ranks, torch.distributed has {world}: start {count} processes")
+    if rank not in (None, own):
+        raise ZbfxError(f"rank is this process's rank in torch.distributed, {own}; found {rank}")
+    return own
+
+
+def check_same_plan(digests: Sequence[object]) -> None:
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if different:
+        raise ZbfxError(
+            f"ranks {different} hold another plan than rank 0. Compile with the same model, arguments and costs on every rank"
+        )
+
+
+def move_to(runners: Sequence[RankRunner], device: torch.device) -> None:
+    """Move the parameters, buffers and constants that these ranks use. Raises `ZbfxError` if one has no data."""
+    for runner in runners:
+        for name in runner.tensor_names:
+            tensor = runner.tensors.named[name]
+            if tensor.is_meta:
+                raise ZbfxError(
+                    f"{name} is on the meta device and has no data: fill the model first, for example "
+                    f"model.to_empty(device={str(device)!r}) followed by its initialisation or load_state_dict"
+                )
+            tensor.data = tensor.data.to(device)
+            if tensor.grad is not None:
+                tensor.grad = tensor.grad.to(device)

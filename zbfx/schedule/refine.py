@@ -1,0 +1,133 @@
+"""Improve a schedule by integer programs: free the order inside a window, keep the rest, take what is better.
+
+Windows slide over the schedule and grow when none of their size helps any more, until one takes everything and so
+decides the whole problem. Each asks for a schedule cheaper than the incumbent; many are refuted by `precedence` before
+a solver sees them. No order is believed: it is simulated and its memory summed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from time import perf_counter
+
+from zbfx.schedule.exact import Instance
+from zbfx.schedule.ilp import Program, formulate, starts_of
+from zbfx.schedule.longest_path import iteration_ticks, peak_units, run
+from zbfx.schedule.precedence import Precedence, forced_precedence
+from zbfx.schedule.solver import Answer, SolverFailed, solve
+from zbfx.schedule.window import TimedOrders, Window, open_window
+
+Solve = Callable[[Program, float], Answer]
+
+FIRST_PAIRS, FIRST_LIMIT_S, GROWTH = 120, 8.0, 1.6  # open pairs of a window, seconds for it; growth per idle sweep
+LEAST_S = 2.5  # less is not worth starting a solver
+MOST_FAILURES = 3
+RESOLUTION = 100_000  # gains below the longest action divided by this drown in a solver's tolerances
+
+
+@dataclass
+class Refinement:
+    """One problem and its best orders so far. `cost_ticks` and `bound_ticks` enclose the optimal cost.
+
+    `limits`: memory units per rank. `deadline_s`: a reading of perf_counter.
+    """
+
+    problem: Instance
+    orders: tuple[tuple[int, ...], ...]
+    limits: Sequence[int] | None
+    bound_ticks: int
+    deadline_s: float
+    seed: int = 0
+    solve: Solve = solve
+    notes: list[str] = field(default_factory=list)
+    failures: int = 0
+
+    def __post_init__(self) -> None:
+        self.take(TimedOrders.of(self.problem, self.orders))
+        self.least_gain = max(1, max(self.problem.ticks) // RESOLUTION)
+
+    def take(self, timed: TimedOrders) -> None:
+        self.timed, self.orders, self.cost_ticks = timed, timed.orders, max(timed.spans_ticks)
+
+    def running(self) -> bool:
+        open_gap = self.cost_ticks - self.bound_ticks >= self.least_gain
+        return open_gap and self.failures < MOST_FAILURES and self.deadline_s - perf_counter() > LEAST_S
+
+    def run(self) -> None:
+        """Refine until the bound is met, the whole problem is decided, the solver keeps failing, or the time is up."""
+        random = Random(self.seed)
+        pairs, limit_s = FIRST_PAIRS, FIRST_LIMIT_S
+        while self.running():
+            cost = self.cost_ticks
+            self.sweep(random, pairs, limit_s)
+            if self.cost_ticks == cost:
+                pairs, limit_s = int(pairs * GROWTH), limit_s * GROWTH
+
+    def sweep(self, random: Random, pairs: int, limit_s: float) -> None:
+        """Windows of about `pairs` open pairs over the whole length, from a random start, each overlapping the next."""
+        first, last, total = 0, 0, len(self.timed.codes)
+        while last < total and self.running():
+            last, forced = self.widest(first, pairs)
+            refuted = forced is None or self.improve(first, last, forced, limit_s)
+            if refuted and first == 0 and last == total:
+                self.bound_ticks = self.cost_ticks - self.least_gain + 1
+                self.notes.append("integer program: no cheaper order exists")
+            first += 1 + random.randrange(max(1, 2 * (last - first) // 3))
+
+    def widest(self, first: int, pairs: int) -> tuple[int, Precedence | None]:
+        """The end of the widest window from `first` with at most `pairs` open pairs, and what is forced in it."""
+        total, target = len(self.timed.codes), self.cost_ticks - self.least_gain
+        size, best = min(total - first, 2 * len(self.orders)), None
+        while True:
+            forced = forced_precedence(open_window(self.timed, first, first + size), target)
+            if best is not None and forced is not None and len(forced.open_pairs()) > pairs:
+                return best
+            best = first + size, forced
+            if first + size == total:
+                return best
+            size = min(total - first, 1 + size * 5 // 4)
+
+    def improve(self, first: int, last: int, forced: Precedence, limit_s: float) -> bool:
+        """Look for a cheaper order in a window and take it. True if the solver says that there is none."""
+        target = self.cost_ticks - self.least_gain
+        program = formulate(forced, max(self.bound_ticks, forced.window.floor_ticks), target, self.limits)
+        try:
+            answer = self.solve(program, min(limit_s, self.deadline_s - perf_counter()))
+        except SolverFailed as failure:
+            self.failures += 1
+            self.notes.append(f"integer program: {failure}")
+            return False
+        if answer.values is None:
+            return answer.infeasible
+        rows = forced.window.in_order(starts_of(forced, answer.values))
+        orders = replaced(self.timed, first, last, rows)
+        cost = self.cost_of(orders)
+        if cost is None or cost >= self.cost_ticks:
+            self.failures += 1
+            self.notes.append(
+                "integer program: the solver's order does not keep what its objective promises; not taken"
+            )
+            return False
+        self.take(TimedOrders.of(self.problem, orders))
+        self.notes.append(f"integer program: {self.problem.seconds(cost):g} s")
+        return False
+
+    def cost_of(self, orders: Sequence[Sequence[int]]) -> int | None:
+        """Simulated cost, or None if the orders deadlock or do not fit."""
+        result = run(self.problem, orders)
+        fits = self.limits is None or all(
+            peak_units(self.problem, order) <= limit for order, limit in zip(orders, self.limits, strict=True)
+        )
+        return iteration_ticks(self.problem, orders, result.starts) if fits and result.complete else None
+
+
+def replaced(timed: TimedOrders, first: int, last: int, rows: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """The orders with the actions of a window in a new order, `rows[rank]`."""
+    free = set(timed.by_start[first:last])
+    codes, streams = iter(enumerate(timed.codes)), [iter(row) for row in rows]
+    return [
+        tuple(next(stream) if number in free else code for number, code in (next(codes) for _ in order))
+        for order, stream in zip(timed.orders, streams, strict=True)
+    ]

@@ -1,0 +1,118 @@
+"""Runs the integer-programming solver in a child process under a hard wall-clock limit.
+
+Whatever the child does (crash, hang, print nonsense, fail to import python-mip), the caller gets an `Answer` or a
+`SolverFailed`. An answer is a claim: callers simulate and check what it says.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from zbfx.errors import ZbfxError
+from zbfx.schedule.ilp import Program
+
+CHILD = (sys.executable, str(Path(__file__).with_name("mip_child.py")))
+STARTUP_S = 2.0  # for the interpreter, the import of python-mip and the transfer, on top of the solver's own limit
+
+
+class SolverFailed(ZbfxError):
+    """The solver gave no usable answer; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the solver claims: values per column if it found any, and whether it calls them optimal."""
+
+    values: tuple[float, ...] | None
+    optimal: bool
+    infeasible: bool
+    bound: float | None  # no solution has a smaller objective
+    seconds: float
+
+
+def solve(
+    program: Program, limit_s: float, *, solver: str = "CBC", seed: int = 0, command: Sequence[str] = CHILD
+) -> Answer:
+    """Solve `program` within `limit_s` seconds of wall clock. Raises SolverFailed when there is no usable answer."""
+    begun = time.perf_counter()
+    request = {
+        **asdict(program),
+        "rows": [(row.columns, row.coefficients, row.bound) for row in program.rows],
+        "limit_s": max(0.1, limit_s - STARTUP_S),
+        "solver": solver,
+        "seed": seed,
+    }
+    output = run_child(command, json.dumps(request), limit_s)
+    try:
+        claim = json.loads(output)
+        status, values, bound = claim["status"], claim["values"], claim["bound"]
+        if values is not None:
+            values = tuple(map(float, values))
+            if len(values) != len(program.lower) or not all(map(math.isfinite, values)):
+                raise ValueError(f"{len(values)} values for {len(program.lower)} columns, or not finite")
+        bound = None if bound is None else float(bound)
+    except (ValueError, TypeError, KeyError) as error:
+        raise SolverFailed(f"the solver's answer cannot be read ({error}); the plan stays as it was") from error
+    return Answer(
+        values=values,
+        optimal=status == "OPTIMAL" and values is not None,
+        infeasible=status in ("INFEASIBLE", "INT_INFEASIBLE"),
+        bound=bound,
+        seconds=time.perf_counter() - begun,
+    )
+
+
+def run_child(command: Sequence[str], text: str, limit_s: float) -> str:
+    """What the child printed. The child and all that it started are gone when this returns or raises."""
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, errors = child.communicate(text, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise SolverFailed(
+            f"the solver did not stop within {limit_s:g} s and was ended; the plan stays as it was. "
+            "Give it more time or a smaller problem"
+        ) from None
+    finally:
+        end_session(child)
+    if child.returncode:
+        raise SolverFailed(f"{why_failed(child.returncode, errors)}; the plan stays as it was")
+    return output
+
+
+def end_session(child: subprocess.Popen[str]) -> None:
+    """Kill the child's whole session, also on Ctrl-C in the parent."""
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # all of it has ended
+    child.wait()
+    for stream in (child.stdin, child.stdout, child.stderr):
+        if stream is not None:
+            stream.close()
+
+
+def why_failed(status: int, errors: str) -> str:
+    last = errors.strip().splitlines()[-1] if errors.strip() else ""
+    if "No module named 'mip'" in errors or "import of mip halted" in errors:
+        return "the ILP needs python-mip: pip install mip"
+    if "highs" in last.lower():
+        return f"HiGHS is not usable here ({last}): pip install highspy, or use CBC"
+    if status < 0:
+        return f"the solver's process was ended by signal {-status} ({signal.Signals(-status).name})"
+    return f"the solver's process failed with status {status}: {last}"
