@@ -152,6 +152,6 @@ def build(split: Split, key: Key, content: Content, results: set[fx.Node]) -> Ph
 def placeholder(graph: fx.Graph, name: str) -> fx.Node:
     """A placeholder whose name is an identifier made from `name`, and unique."""
     taken = {node.target for node in graph.find_nodes(op="placeholder")}
-    base = re.sub(r"\W", "_", name)
+    base = re.sub(r"\W|^(?=\d)", "_", name)
     names = (f"{base}_{k}" if k else base for k in itertools.count())
     return graph.placeholder(next(candidate for candidate in names if candidate not in taken))
