@@ -1,0 +1,99 @@
+"""What a pipeline must equal: plain eager autograd that accumulates gradients over microbatches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import zbfx
+from tests.models import Problem
+
+Gradients = Mapping[str, Tensor | None]
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def cut(tree: Any, microbatches: int) -> list[Any]:
+    """Every tensor of a nested structure cut along dimension 0."""
+    leaves, structure = pytree.tree_flatten(tree)
+    columns = [
+        list(leaf.chunk(microbatches)) if isinstance(leaf, Tensor) and leaf.ndim else [leaf] * microbatches
+        for leaf in leaves
+    ]
+    return [pytree.tree_unflatten([column[k] for column in columns], structure) for k in range(microbatches)]
+
+
+def loss_of(problem: Problem, model: nn.Module, inputs: Any, targets: Any, kwargs: Any) -> Tensor:
+    output = model(*inputs, **kwargs)
+    if problem.loss_fn is not None:
+        return problem.loss_fn(output, *targets)
+    return output if isinstance(output, Tensor) else output.loss
+
+
+def reference(problem: Problem, microbatches: int, model: nn.Module | None = None) -> tuple[Tensor, Gradients]:
+    """Mean loss and gradients of plain autograd, on a copy of the model unless one is given."""
+    model = copy.deepcopy(problem.model) if model is None else model
+    losses = []
+    for inputs, targets, kwargs in cut((problem.inputs, problem.targets, problem.kwargs), microbatches):
+        loss = loss_of(problem, model, inputs, targets, kwargs)
+        (loss / microbatches).backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).mean(), gradients(model)
+
+
+def gradients(model: nn.Module) -> Gradients:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def compiled(problem: Problem, stages: int, microbatches: int, **options: Any) -> zbfx.Pipeline:
+    inputs, targets, kwargs = cut((problem.inputs, problem.targets, problem.kwargs), microbatches)[0]
+    return zbfx.compile(
+        problem.model,
+        stages=stages,
+        microbatches=microbatches,
+        example_inputs=inputs,
+        example_targets=targets,
+        example_kwargs=kwargs,
+        loss_fn=problem.loss_fn,
+        **{"schedule": "zb-h1", **options},
+    )
+
+
+def stepped(problem: Problem, pipe: zbfx.Pipeline, **options: Any) -> tuple[Tensor, Gradients]:
+    """Loss and gradients of one local step; the model's own `.grad` is cleared before."""
+    problem.model.zero_grad()
+    loss = pipe.run_local(**options)(*problem.inputs, *problem.targets, **problem.kwargs)
+    return loss, gradients(problem.model)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Largest difference relative to the largest entry of what is expected."""
+    assert found.shape == expected.shape
+    scale = expected.abs().max().item()
+    return (found - expected).abs().max().item() / scale if scale else found.abs().max().item()
+
+
+def assert_same(found: tuple[Tensor, Gradients], expected: tuple[Tensor, Gradients], tolerance: float) -> None:
+    """Loss and every gradient within `tolerance`, relative to the largest entry; 0 asks for equal bits."""
+    assert found[1].keys() == expected[1].keys()
+    errors = {"loss": relative_error(found[0], expected[0])}
+    for name, wanted in expected[1].items():
+        gradient = found[1][name]
+        assert (gradient is None) == (wanted is None), f"{name}: found {gradient}, expected {wanted}"
+        if gradient is not None and wanted is not None:
+            errors[name] = relative_error(gradient, wanted)
+    assert {name: error for name, error in errors.items() if not error <= tolerance} == {}
