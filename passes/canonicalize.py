@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from zbfx._torch import GRADIENT_ADDITION_MARK
-from zbfx.graphs import Joint, Port, Role
-from zbfx.passes.nodes import copy_graph, is_view
+from zbfx.graphs import Joint, Port, Role, copy_graph
+from zbfx.passes.nodes import is_view
 
 aten = torch.ops.aten
 

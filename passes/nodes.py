@@ -20,15 +20,6 @@ ATTENTION_FORWARD = {
 }
 
 
-def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy with the same node names and metadata."""
-    copy = fx.Graph()
-    nodes: dict[fx.Node, fx.Node] = {}
-    output = copy.graph_copy(graph, nodes)
-    copy.output(output).meta = dict(graph.output_node().meta)
-    return copy
-
-
 def is_view(node: fx.Node) -> bool:
     """Whether the node's value shares the storage of its first input."""
     if node.op != "call_function":

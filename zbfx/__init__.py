@@ -1,5 +1,6 @@
 """zbfx: zero-bubble pipelines from ordinary PyTorch models."""
 
+from zbfx.check import Report, check
 from zbfx.errors import InputError, InvalidSchedule, NoFeasibleSchedule, PipelineFault, TraceError, ZbfxError
 from zbfx.pipeline import Pipeline, compile
 from zbfx.plan import Action, CostTable, Edge, Kind, Schedule, StageCost
@@ -14,9 +15,11 @@ __all__ = [
     "NoFeasibleSchedule",
     "Pipeline",
     "PipelineFault",
+    "Report",
     "Schedule",
     "StageCost",
     "TraceError",
     "ZbfxError",
+    "check",
     "compile",
 ]

@@ -185,3 +185,12 @@ class Stage:
         return frozenset(
             name for name in later if self.origins[name][1] is Kind.F and self.origins[name][0] <= self.index
         )
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy with the same node names and metadata."""
+    copy = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    output = copy.graph_copy(graph, nodes)
+    copy.output(output).meta = dict(graph.output_node().meta)
+    return copy

@@ -54,13 +54,14 @@ def compile(
     node_s = partial(cost.node_s, hardware=hardware)
 
     raw, signature = trace(model, loss_fn, example_inputs, dict(example_kwargs or {}), targets, device=device)
+    examples = tuple(signature.flatten((*example_inputs, *targets), dict(example_kwargs or {})))
     joint = canonicalize(raw)
     placed = partition(joint, len(placement), seconds=node_s, bytes_per_s=hardware.link_bytes_per_s, cuts=cuts)
     stage_graphs = extract(split(placed))
     table = costs if isinstance(costs, CostTable) else cost.estimate(stage_graphs, placement, hardware)
     best = plan(table, microbatches, schedule=schedule, mem_limit=mem_limit)
     programs = generate(stage_graphs, best)
-    return Pipeline(model, loss_fn, signature, raw, stage_graphs, best, programs, device)
+    return Pipeline(model, loss_fn, signature, examples, raw, stage_graphs, best, programs, device)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -89,6 +90,7 @@ class Pipeline:
     model: nn.Module
     loss_fn: Callable[..., Tensor] | None
     signature: Signature
+    examples: tuple[Tensor, ...]  # the tensors of the example microbatch
     joint: Joint
     stages: tuple[Stage, ...]
     schedule: Schedule

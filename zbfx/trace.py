@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from zbfx import _torch
 from zbfx.batch import Signature
 from zbfx.errors import TraceError, ZbfxError
-from zbfx.graphs import Joint, Port, Role
+from zbfx.graphs import Joint, Port, Role, copy_graph
 
 LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 MODEL_PREFIX, LOSS_PREFIX = "model.", "loss_fn."
@@ -175,7 +175,7 @@ def user_line(error: BaseException) -> str:
 
 def as_joint(module: fx.GraphModule, signature: Signature, canonical: Mapping[str, str]) -> Joint:
     """Read the roles off the tracer's descriptors; lift tensor constants to inputs; give tied tensors one name."""
-    graph = copy.deepcopy(module.graph)
+    graph = copy_graph(module.graph)
     inputs = [input_port(node.meta["desc"], signature, canonical) for node in graph.find_nodes(op="placeholder")]
     constants: dict[str, Tensor] = {}
     first_call = next(node for node in graph.nodes if node.op != "placeholder")

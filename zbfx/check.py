@@ -1,0 +1,205 @@
+"""Prove a pipeline on the user's own model: the joint graph against its F, B and W run apart, gradient by gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from zbfx import comm, rng
+from zbfx.codegen import Program, generate
+from zbfx.graphs import Joint, Role
+from zbfx.passes.nodes import is_random
+from zbfx.plan import Action, Kind
+from zbfx.run import RankRunner, Tensors
+from zbfx.schedule import build
+from zbfx.step import take_turns
+
+if TYPE_CHECKING:
+    from zbfx.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One wrong result: `name` is a parameter or "loss", `kind` is "lost", "doubled" or "different"."""
+
+    name: str
+    kind: str
+    error: float  # largest absolute difference over the largest absolute value
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.kind} (relative difference {self.error:.3g})"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `check` compared and what it found; true if everything agreed. `bitwise` counts results equal in bits."""
+
+    compared: int
+    bitwise: int
+    findings: tuple[Finding, ...]
+
+    def __bool__(self) -> bool:
+        return not self.findings
+
+    def __str__(self) -> str:
+        head = f"{self.compared} results compared, {self.bitwise} equal in bits, {len(self.findings)} wrong"
+        return "\n".join([head, *map(str, self.findings)])
+
+
+def check(pipe: Pipeline, *, seed: int = 0, tolerance: float = 1e-6) -> Report:
+    """Run the joint graph of two microbatches, and the same through the stages' F, B and W apart, on random data.
+
+    The second microbatch differs from the first in every value. Results are equal if they agree in bits, or, where a
+    gradient is a sum of several contributions, within `tolerance` relative to its largest value. Allocates the whole
+    model on the pipeline's device; the user's tensors are neither read nor written.
+    """
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    tensors, rows = random_data(pipe, generator)
+    microbatches = [comm.Microbatch(row, rng.mix(seed, index)) for index, row in enumerate(rows)]
+    loss_gradient = torch.tensor(1.0 / len(rows), dtype=pipe.loss_dtype, device=pipe.device)
+    expected = joint_results(pipe.joint, copied(tensors), microbatches, loss_gradient)
+    found = split_results(pipe, copied(tensors), microbatches, loss_gradient)
+    findings, bitwise = [], 0
+    for name, want in expected.items():
+        have = found.get(name)
+        if have is not None and torch.equal(have, want):
+            bitwise += 1
+        elif finding := compare(name, want, have, tolerance):
+            findings.append(finding)
+    findings += [Finding(name, "different", float("inf")) for name in found if name not in expected]
+    return Report(len(expected), bitwise, tuple(findings))
+
+
+def compare(name: str, want: Tensor, have: Tensor | None, tolerance: float) -> Finding | None:
+    scale = float(want.abs().max()) or 1.0
+    if have is None:
+        return Finding(name, "lost", 1.0)
+    error = float((have - want).abs().max()) / scale
+    if error <= max(tolerance, 4 * torch.finfo(want.dtype).eps):
+        return None
+    doubled = float((have - 2 * want).abs().max()) / scale <= tolerance
+    return Finding(name, "doubled" if doubled else "different", error)
+
+
+def random_data(pipe: Pipeline, generator: torch.Generator) -> tuple[Tensors, list[dict[str, Tensor]]]:
+    """Random parameters and buffers, and two microbatches: new floats, and the example's integers in two orders."""
+    named: dict[str, Tensor] = {}
+    live = pipe.tensors().named
+    for node, port in pipe.joint.input_ports().items():
+        if port.role in (Role.PARAMETER, Role.BUFFER):
+            named[port.name] = random_like(node.meta["val"], live[port.name], generator, pipe.device)
+    rows = []
+    for shift in (0, 1):
+        row = {}
+        for spec, example in zip(pipe.signature.tensors, pipe.examples, strict=True):
+            row[spec.name] = reshuffled(example, shift, generator).to(pipe.device)
+        rows.append(row)
+    return Tensors(named, pipe.joint.constants), rows
+
+
+def random_like(fake: Tensor, live: Tensor, generator: torch.Generator, device: torch.device) -> Tensor:
+    """Small random numbers for a floating-point tensor; a copy of the live one otherwise (masks, positions)."""
+    if not (fake.is_floating_point() or fake.is_complex()):
+        return torch.zeros_like(live, device=device) if live.is_meta else live.detach().clone().to(device)
+    values = torch.randn(fake.shape, generator=generator, dtype=torch.float32).mul_(0.1).abs_().add_(0.01)
+    signs = torch.randint(0, 2, fake.shape, generator=generator).mul_(2).sub_(1) if fake.ndim > 1 else 1
+    result = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=device)
+    return result.copy_(values * signs)
+
+
+def reshuffled(example: Tensor, shift: int, generator: torch.Generator) -> Tensor:
+    """Random values of the example's kind: new floats, or the example's integers in another order."""
+    if example.is_meta:
+        return torch.zeros(example.shape, dtype=example.dtype)
+    if example.is_floating_point():
+        return torch.randn(example.shape, generator=generator, dtype=torch.float32).to(example.dtype)
+    flat = example.flatten()
+    order = torch.randperm(flat.numel(), generator=generator) if shift else torch.arange(flat.numel())
+    return flat.cpu()[order].view(example.shape)
+
+
+def copied(tensors: Tensors) -> Tensors:
+    named = {
+        name: nn.Parameter(t.clone()) if t.is_floating_point() or t.is_complex() else t.clone()
+        for name, t in tensors.named.items()
+    }
+    return Tensors(named, tensors.constants)
+
+
+class JointInterpreter(fx.Interpreter):
+    """Runs a joint graph with the random numbers that the stages draw."""
+
+    def __init__(self, joint: Joint, seed: int) -> None:
+        super().__init__(fx.GraphModule(nn.Module(), joint.graph))
+        self.seed = seed
+
+    def run_node(self, n: fx.Node) -> Any:
+        if not is_random(n):
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        return rng.seeded(n.target, rng.stream_of(n.name), self.seed, *args, **kwargs)
+
+
+@torch.no_grad()
+def joint_results(
+    joint: Joint, tensors: Tensors, microbatches: list[comm.Microbatch], loss_gradient: Tensor
+) -> dict[str, Tensor]:
+    """Losses, summed gradients and final buffers of the unsplit graph."""
+    results: dict[str, Tensor] = {}
+    for index, microbatch in enumerate(microbatches):
+        inputs = [port_value(port.role, port.name, tensors, microbatch, loss_gradient) for port in joint.inputs]
+        outputs = JointInterpreter(joint, microbatch.seed).run(*inputs)
+        for port, value in zip(joint.outputs, outputs, strict=True):
+            if port.role is Role.LOSS:
+                results[f"loss {index}"] = value
+            elif port.role is Role.BUFFER_UPDATE:
+                tensors.named[port.name].copy_(value)
+                results[str(port)] = tensors.named[port.name].detach()
+            else:
+                previous = results.get(port.name)
+                results[port.name] = value + torch.zeros_like(value) if previous is None else previous + value
+    return results
+
+
+def port_value(role: Role, name: str, tensors: Tensors, microbatch: comm.Microbatch, loss_gradient: Tensor) -> Tensor:
+    if role is Role.INPUT:
+        return microbatch.inputs[name]
+    if role is Role.CONSTANT:
+        return tensors.constants[name]
+    return loss_gradient if role is Role.LOSS_GRADIENT else tensors.named[name].detach()
+
+
+@torch.no_grad()
+def split_results(
+    pipe: Pipeline, tensors: Tensors, microbatches: list[comm.Microbatch], loss_gradient: Tensor
+) -> dict[str, Tensor]:
+    """The same from the stages' F, B and W, on all ranks of the pipeline, in this process."""
+    mailbox: dict[str, tuple[Tensor, ...]] = {}
+    runners = []
+    for program in apart(pipe, len(microbatches)):
+        adds = {gradient.name for gradient in pipe.shared_gradients if gradient.holders[0] == program.rank}
+        runners.append(RankRunner(program, tensors, comm.LocalTransport(program.messages, mailbox), adds))
+    for runner in runners:
+        runner.start(loss_gradient)
+    ends = take_turns([runner.run(microbatches, step=0) for runner in runners])
+    results = {f"loss {k}": loss for losses in ends for k, loss in enumerate(losses)}
+    results |= {name: t.grad for name, t in tensors.named.items() if t.grad is not None}
+    written = {port for port in pipe.joint.outputs if port.role is Role.BUFFER_UPDATE}
+    return results | {str(port): tensors.named[port.name].detach() for port in written}
+
+
+def apart(pipe: Pipeline, microbatches: int) -> tuple[Program, ...]:
+    """Programs that run all Fs, then all Bs, then all Ws."""
+    costs = pipe.schedule.costs
+    orders = []
+    for rank in range(costs.rank_count):
+        stages = costs.stages_of(rank)
+        forward = [Action(Kind.F, stage, k) for stage in stages for k in range(microbatches)]
+        backward = [
+            Action(kind, s, k) for kind in (Kind.B, Kind.W) for s in reversed(stages) for k in range(microbatches)
+        ]
+        orders.append((*forward, *backward))
+    return generate(pipe.stages, build("apart", costs, microbatches, tuple(orders), None))
