@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from zbfx.graphs import Phase, Port, Role, Split, Stage
+from zbfx.passes.accumulate import accumulate_in_products
 from zbfx.passes.nodes import is_random, is_view, storage_owner, value_bytes
 from zbfx.plan import Kind
 from zbfx.rng import seeded, stream_of
@@ -138,7 +139,7 @@ def build(split: Split, key: Key, content: Content, results: set[fx.Node]) -> Ph
     return Phase(
         stage=stage,
         kind=kind,
-        module=fx.GraphModule(torch.nn.Module(), graph, f"{kind}{stage}"),
+        module=fx.GraphModule(torch.nn.Module(), accumulate_in_products(graph), f"{kind}{stage}"),
         ports=(*(roles[node] for node in content.placeholders), *extra),
         values=tuple(node.name for node in content.values),
         gradients=tuple(accumulators),

@@ -73,8 +73,8 @@ def module_of(node: fx.Node) -> str:
 def balanced_cuts(
     joint: Joint, line: Line, stage_count: int, seconds: Callable[[fx.Node], float], bytes_per_s: float
 ) -> list[int]:
-    crossing, forbidden = crossing_bytes(line), glued(joint, line)
-    candidates = [k for k in cut_candidates(crossing) if not forbidden[k]]
+    crossing = crossing_bytes(line)
+    candidates = cut_candidates(crossing, glued(joint, line), stage_count - 1)
     if len(candidates) < stage_count - 1:
         raise ZbfxError(
             f"stages={stage_count}: the model can be cut into at most {len(candidates) + 1} stages. Ask for fewer"
@@ -166,9 +166,11 @@ def is_placeholder(value: object) -> bool:
     return isinstance(value, fx.Node) and value.op == "placeholder"
 
 
-def cut_candidates(crossing: numpy.ndarray) -> list[int]:
-    """Positions where no neighbour is crossed by fewer bytes; the cheapest of them if they are many."""
-    inner = range(1, len(crossing) - 1)
-    local = [k for k in inner if crossing[k] <= crossing[k - 1] and crossing[k] <= crossing[k + 1]]
-    cheapest = sorted(local, key=lambda k: crossing[k])[:MAX_CANDIDATES]
+def cut_candidates(crossing: numpy.ndarray, forbidden: numpy.ndarray, cut_count: int) -> list[int]:
+    """Positions where no neighbour is crossed by fewer bytes; all allowed ones if those are fewer than `cut_count`,
+    the cheapest of them if they are many."""
+    allowed = [k for k in range(1, len(crossing) - 1) if not forbidden[k]]
+    local = [k for k in allowed if crossing[k] <= crossing[k - 1] and crossing[k] <= crossing[k + 1]]
+    found = local if len(local) >= cut_count else allowed
+    cheapest = sorted(found, key=lambda k: crossing[k])[: max(MAX_CANDIDATES, cut_count)]
     return sorted(cheapest)

@@ -1,0 +1,47 @@
+"""Phase graph -> the same with gradients accumulated inside the matrix products that make them.
+
+`add_(gradient, mm(a, b))` becomes `addmm_(gradient, a, b)`: the product is added where it is computed, with no new
+gradient in memory and no second pass over it. Views between the product and the sum are moved to the gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from zbfx.graphs import copy_graph
+
+aten = torch.ops.aten
+
+
+def accumulate_in_products(graph: fx.Graph) -> fx.Graph:
+    """A copy of a phase's graph with every accumulation of a single-use product fused into it."""
+    graph = copy_graph(graph)
+    for addition in graph.find_nodes(op="call_function", target=aten.add_.Tensor):
+        gradient, term = addition.args
+        transposes = []
+        while term.target is aten.t.default and len(term.users) == 1:
+            transposes.append(term)
+            term = term.args[0]
+        if term.target is not aten.mm.default or len(term.users) != 1:
+            continue
+        left, right = term.args
+        if len(transposes) % 2:  # (a b)^T = b^T a^T
+            with graph.inserting_before(addition):
+                left, right = (transposed(graph, factor) for factor in (right, left))
+        with graph.inserting_before(addition):
+            fused = graph.call_function(aten.addmm_.default, (gradient, left, right))
+        fused.meta = dict(term.meta)
+        for dead in (addition, *transposes, term):
+            graph.erase_node(dead)
+    graph.eliminate_dead_code()
+    graph.lint()
+    return graph
+
+
+def transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    if node.target is aten.t.default:
+        return node.args[0]  # type: ignore[return-value]
+    result = graph.call_function(aten.t.default, (node,))
+    result.meta = {**node.meta, "val": node.meta["val"].t()}
+    return result
