@@ -15,10 +15,12 @@ from zbfx.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a microbatch: its path in the call, shape, dtype, and the dimension that is cut (None: given to every microbatch whole)."""
+    """One tensor of a microbatch: its path in the call, how the graph reads it (a batch with other strides is copied),
+    and the dimension that is cut (None: given to every microbatch whole)."""
 
     name: str
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     batch_dim: int | None
 
@@ -41,13 +43,14 @@ class Signature:
 
     @classmethod
     def of(cls, inputs: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any]) -> Signature:
-        """Every tensor with the first tensor's leading size is cut along dimension 0; others are given to every microbatch whole."""
+        """Every tensor with the first tensor's leading size is cut along dimension 0; others are given whole."""
         named, structure = pytree.tree_flatten_with_path(((*inputs, *targets), dict(kwargs)))
         sizes = [leaf.shape[0] for _, leaf in named if isinstance(leaf, Tensor) and leaf.ndim]
         leaves = tuple(
             TensorSpec(
                 path_name(path, len(inputs)),
                 tuple(leaf.shape),
+                dense_stride(leaf),
                 leaf.dtype,
                 0 if leaf.ndim and leaf.shape[0] == sizes[0] else None,
             )
@@ -114,6 +117,13 @@ class Signature:
                 )
             columns.append([tensor] * microbatches if whole else list(tensor.split(spec.shape[0])))
         return [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in range(microbatches)]
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's strides where they fill its memory; otherwise (expanded, sliced) contiguous ones."""
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if tensor.numel() else 0
+    return stride if extent == tensor.numel() else tuple(torch.empty(shape, device="meta").stride())
 
 
 def same_value(left: Any, right: Any) -> bool:

@@ -20,6 +20,7 @@ from zbfx._torch import group_store
 from zbfx.errors import PipelineFault
 
 if TYPE_CHECKING:
+    from zbfx.batch import TensorSpec
     from zbfx.messages import Message, TensorLayout
 
 
@@ -63,7 +64,7 @@ def send(transport: Transport, key: str, values: tuple[Tensor, ...]) -> None:
     transport.send(key, values)
 
 
-def laid_out(value: Tensor, layout: TensorLayout) -> Tensor:
+def laid_out(value: Tensor, layout: TensorLayout | TensorSpec) -> Tensor:
     """The value with the strides that the receiver's graph was traced with."""
     assert value.shape == layout.shape and value.dtype == layout.dtype, (value.shape, value.dtype, layout)
     if value.stride() == layout.stride:

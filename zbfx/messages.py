@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zbfx.batch import dense_stride
 from zbfx.graphs import Stage
 from zbfx.plan import Action, Kind, Schedule
 
@@ -82,12 +83,7 @@ def messages_of(stages: Sequence[Stage], schedule: Schedule) -> list[Message]:
 
 
 def layout_of(example: Tensor) -> TensorLayout:
-    """The traced strides where they fill the memory; otherwise (expanded, sliced) contiguous ones."""
-    shape, stride = tuple(example.shape), tuple(example.stride())
-    extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if example.numel() else 0
-    if extent != example.numel():
-        stride = tuple(torch.empty(shape, device="meta").stride())
-    return TensorLayout(shape, stride, example.dtype)
+    return TensorLayout(tuple(example.shape), dense_stride(example), example.dtype)
 
 
 def shared_gradients(stages: Sequence[Stage], placement: Sequence[int]) -> tuple[SharedGradient, ...]:

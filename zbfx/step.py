@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zbfx import comm, rng
-from zbfx.batch import Signature
+from zbfx.batch import Signature, TensorSpec
 from zbfx.comm import Channels
 from zbfx.errors import InputError, PipelineFault
 from zbfx.run import RankRunner, Run
@@ -45,11 +45,15 @@ class Step:
         specs = self.signature.tensors
         return [
             comm.Microbatch(
-                {s.name: t.to(self.device) for s, t in zip(specs, row, strict=True) if s.name in names},
+                {s.name: self.placed(t, s) for s, t in zip(specs, row, strict=True) if s.name in names},
                 rng.mix(self.seed, self.count, index),
             )
             for index, row in enumerate(rows)
         ]
+
+    def placed(self, tensor: Tensor, spec: TensorSpec) -> Tensor:
+        """The tensor on this rank's device, with the strides that the graph was traced with."""
+        return comm.laid_out(tensor.to(self.device), spec)
 
     def loss_gradient(self, dtype: torch.dtype) -> Tensor:
         return torch.tensor(1.0 / self.microbatches, dtype=dtype, device=self.device)

@@ -106,8 +106,10 @@ def trace(
     """
     signature = Signature.of(example_inputs, example_kwargs, example_targets)
     fake_mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
-    example = _torch.pytree.tree_leaves(((*example_inputs, *example_targets), example_kwargs))
-    inputs = [fake_like(leaf, fake_mode, device) for leaf in example if isinstance(leaf, Tensor)]
+    with fake_mode:
+        inputs = [
+            torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device) for spec in signature.tensors
+        ]
     fake_model, fake_loss_fn = fake_copies(model, loss_fn, fake_mode, device)
     objective = Objective(fake_model, fake_loss_fn, signature)
     try:
