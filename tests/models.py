@@ -176,7 +176,9 @@ def bert(microbatches: int) -> Problem:
     tokens, mask = ids(rows, 8, vocabulary=32), torch.ones(rows, 8, dtype=torch.long)
     mask[1::2, 5:] = 0
     labels = torch.where(ids(rows, 8, vocabulary=3, seed=2) == 0, tokens, -100)
-    return Problem(BertForMaskedLM(config), None, kwargs={"input_ids": tokens, "attention_mask": mask, "labels": labels})
+    return Problem(
+        BertForMaskedLM(config), None, kwargs={"input_ids": tokens, "attention_mask": mask, "labels": labels}
+    )
 
 
 def t5(microbatches: int) -> Problem:
@@ -192,7 +194,6 @@ def t5(microbatches: int) -> Problem:
         num_decoder_layers=3,
         num_heads=2,
         dropout_rate=0.0,
-        decoder_start_token_id=0,
     )
     rows = ROWS * microbatches
     tokens, targets = ids(rows, 7, vocabulary=32), ids(rows, 6, vocabulary=32, seed=2)
@@ -215,12 +216,11 @@ def vit(microbatches: int) -> Problem:
         intermediate_size=32,
         image_size=8,
         patch_size=4,
-        num_labels=5,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
     rows = ROWS * microbatches
-    labels = ids(rows, vocabulary=5)
+    labels = ids(rows, vocabulary=2)
     return Problem(
         ViTForImageClassification(config), None, kwargs={"pixel_values": numbers(rows, 3, 8, 8), "labels": labels}
     )
