@@ -2,14 +2,14 @@
 
 For each action of the rank's order the program receives what other ranks made for it, calls the stage's phase, and
 sends what other ranks need. Receives are posted one action ahead, on each channel in the order in which the other side
-sends. A value dies after its last use: fx writes that as `x = None` into the code, and the runtime does the same.
+sends; what was sent is let go once the plan says that it has arrived. A value dies after its last use: fx writes that as `x = None` into the code, and the runtime does the same.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,15 @@ from torch import Tensor, fx, nn
 
 from zbfx import comm
 from zbfx.graphs import Phase, Stage
-from zbfx.messages import Message, SharedGradient, messages_of, parts, post_positions, shared_gradients
+from zbfx.messages import (
+    Message,
+    SharedGradient,
+    messages_of,
+    parts,
+    post_positions,
+    release_positions,
+    shared_gradients,
+)
 from zbfx.plan import Action, Kind, Schedule
 
 Item = str | tuple[str, ...]  # a value by name, or a bundle of values
@@ -79,7 +87,7 @@ class PhaseCall(nn.Module):
     def __init__(self, phase: Phase, arguments: Sequence[Item], packing: Sequence[Item]) -> None:
         super().__init__()
         self.phase = phase
-        self.run = phase.module
+        self.run: Callable[..., Any] = phase.module
         place = {
             name: (i, k) for i, item in enumerate(arguments) for k, name in enumerate(item) if isinstance(item, tuple)
         }
@@ -122,6 +130,7 @@ class RankProgram:
         shared: Sequence[SharedGradient],
         rank: int,
     ) -> None:
+        self.schedule = schedule
         self.stages, self.rank, self.placement = stages, rank, schedule.costs.placement
         self.order = [part for action in schedule.ranks[rank] for part in parts(action)]
         self.shared = [gradient for gradient in shared if rank in gradient.holders]
@@ -135,8 +144,11 @@ class RankProgram:
 
     def generate(self) -> Program:
         posts = post_positions(self.incoming, self.order)
+        releases = release_positions(self.outgoing, self.schedule, self.rank)
         received, sent = by_action(self.incoming, "consumer"), by_action(self.outgoing, "producer")
         for position, action in enumerate(self.order):
+            for message in releases[position]:
+                self.graph.call_function(comm.release, (self.transport, message.key))
             for message in posts[position]:
                 self.graph.call_function(comm.post, (self.transport, message.key))
             for message in received[action]:

@@ -46,6 +46,8 @@ class Transport(Protocol):
 
     def send(self, key: str, values: tuple[Tensor, ...]) -> None: ...
 
+    def release(self, key: str) -> None: ...
+
     def finish(self) -> None: ...
 
 
@@ -62,6 +64,11 @@ def receive(transport: Transport, key: str) -> tuple[Tensor, ...]:
 def send(transport: Transport, key: str, values: tuple[Tensor, ...]) -> None:
     """Hand values over to another rank; they may still be on their way when this returns."""
     transport.send(key, values)
+
+
+def release(transport: Transport, key: str) -> None:
+    """Wait until a sent message has arrived, and let go of its values."""
+    transport.release(key)
 
 
 def laid_out(value: Tensor, layout: TensorLayout | TensorSpec) -> Tensor:
@@ -96,6 +103,9 @@ class LocalTransport:
     def send(self, key: str, values: tuple[Tensor, ...]) -> None:
         layouts = self.messages[key].layouts
         self.mailbox[key] = tuple(laid_out(v, layout) for v, layout in zip(values, layouts, strict=True))
+
+    def release(self, key: str) -> None:
+        """Nothing to do: the mailbox holds what was sent."""
 
     def finish(self) -> None:
         """Nothing is on its way once a program has ended."""
@@ -179,7 +189,7 @@ class GroupTransport:
     messages: Mapping[str, Message]
     channels: Channels
     posted: dict[str, tuple[list[dist.Work], tuple[Tensor, ...]]] = field(default_factory=dict)
-    sending: list[tuple[str, dist.Work, Tensor]] = field(default_factory=list)
+    sent: dict[str, list[tuple[dist.Work, Tensor]]] = field(default_factory=dict)
 
     def post(self, key: str) -> None:
         message = self.messages[key]
@@ -201,16 +211,17 @@ class GroupTransport:
 
     def send(self, key: str, values: tuple[Tensor, ...]) -> None:
         message = self.messages[key]
-        self.sending = [entry for entry in self.sending if not entry[1].is_completed()]
-        for value, layout in zip(values, message.layouts, strict=True):
-            dense = flat(laid_out(value, layout))
-            self.sending.append((key, self.channels.isend(dense, message.target), dense))
+        dense = [flat(laid_out(value, layout)) for value, layout in zip(values, message.layouts, strict=True)]
+        self.sent[key] = [(self.channels.isend(value, message.target), value) for value in dense]
+
+    def release(self, key: str) -> None:
+        for work, _ in self.sent.pop(key):
+            self.wait(work, key, "to", self.messages[key].target)
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
-        for key, work, _ in self.sending:
-            self.wait(work, key, "to", self.messages[key].target)
-        self.sending.clear()
+        for key in list(self.sent):
+            self.release(key)
 
     def wait(self, work: dist.Work, key: str, direction: str, peer: int) -> None:
         try:
@@ -224,4 +235,4 @@ class GroupTransport:
     def drop(self) -> None:
         """Forget what is on its way, after a failure."""
         self.posted.clear()
-        self.sending.clear()
+        self.sent.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -128,3 +129,23 @@ def post_positions(incoming: Sequence[Message], order: Sequence[Action]) -> dict
         for message, position in zip(channel, reversed(positions), strict=True):
             posts[position].append(message)
     return posts
+
+
+def release_positions(outgoing: Sequence[Message], schedule: Schedule, rank: int) -> dict[int, list[Message]]:
+    """Before which action of the rank's unfused order each sent message is let go: the first that starts, in the
+    simulated timeline, once its consumer has started.
+
+    Waiting there for the send to end costs nothing if the plan holds, and cannot deadlock: what the consumer waits for
+    starts before it, and so before the action that waits. Messages for which no action is late enough are absent.
+    """
+    start_s = {part: span.start_s for spans in schedule.spans for span in spans for part in parts(span.action)}
+    order = [part for action in schedule.ranks[rank] for part in parts(action)]
+    starts = [start_s[action] for action in order]
+    positions = {action: position for position, action in enumerate(order)}
+    releases: dict[int, list[Message]] = defaultdict(list)
+    for message in outgoing:
+        assert message.producer is not None and message.consumer is not None, "a message between actions"
+        position = max(positions[message.producer] + 1, bisect_left(starts, start_s[message.consumer]))
+        if position < len(order):
+            releases[position].append(message)
+    return releases

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from zbfx import comm, cost
+from zbfx.backends import CapturedStep, checked_backend, phase_compiler
 from zbfx.batch import Signature
 from zbfx.bind import check_same_plan, checked_rank, move_to
 from zbfx.codegen import Program, generate
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Joint, Role, Stage
+from zbfx.measure import from_first_rank, measured_costs, node_seconds
 from zbfx.messages import SharedGradient, shared_gradients
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.extract import extract
@@ -45,23 +47,38 @@ def compile(
     cuts: Sequence[str] | None = None,
     stages_per_rank: int | None = None,
     device: torch.device | str | None = None,
+    backend: str = "eager",
 ) -> Pipeline:
     """Compile `model` into a pipeline over `stages` ranks."""
     targets = example_targets if isinstance(example_targets, tuple) else (example_targets,)
     device = torch.device(device) if device is not None else device_of(model)
     hardware = cost.hardware_of(device)
     placement = placement_of(schedule, stages, stages_per_rank)
-    node_s = partial(cost.node_s, hardware=hardware)
+    backend = checked_backend(backend, device)
 
     raw, signature = trace(model, loss_fn, example_inputs, dict(example_kwargs or {}), targets, device=device)
     examples = tuple(signature.flatten((*example_inputs, *targets), dict(example_kwargs or {})))
     joint = canonicalize(raw)
+    measure = costs == "measure"
+    node_s = partial(cost.node_s, hardware=hardware)
+    if measure:
+        seconds = node_seconds(joint, hardware, device)
+        node_s = lambda node: seconds.get(node.name, 0.0)
     placed = partition(joint, len(placement), seconds=node_s, bytes_per_s=hardware.link_bytes_per_s, cuts=cuts)
     stage_graphs = extract(split(placed))
-    table = costs if isinstance(costs, CostTable) else cost.estimate(stage_graphs, placement, hardware)
-    best = plan(table, microbatches, schedule=schedule, mem_limit=mem_limit)
+    if isinstance(costs, CostTable):
+        table = costs
+    elif measure:
+        table = measured_costs(stage_graphs, placement, hardware, device, phase_compiler(backend))
+    else:
+        table = cost.estimate(stage_graphs, placement, hardware)
+    best = (
+        from_first_rank(plan(table, microbatches, schedule=schedule, mem_limit=mem_limit))
+        if measure
+        else plan(table, microbatches, schedule=schedule, mem_limit=mem_limit)
+    )
     programs = generate(stage_graphs, best)
-    return Pipeline(model, loss_fn, signature, examples, raw, stage_graphs, best, programs, device)
+    return Pipeline(model, loss_fn, signature, examples, raw, stage_graphs, best, programs, device, backend)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -96,6 +113,7 @@ class Pipeline:
     schedule: Schedule
     programs: tuple[Program, ...]
     device: torch.device
+    backend: str
 
     @property
     def loss_stage(self) -> int:
@@ -131,7 +149,7 @@ class Pipeline:
             adds = {gradient.name for gradient in self.shared_gradients if gradient.holders[0] == program.rank}
             runners.append(RankRunner(program, tensors, comm.LocalTransport(program.messages, mailbox), adds))
         move_to(runners, self.device)
-        return LocalStep(runners, self.loss_dtype, **self.step_options(torch.initial_seed() if seed is None else seed))
+        return LocalStep(runners, **self.step_options(torch.initial_seed() if seed is None else seed))
 
     def bind(self, rank: int | None = None, *, timeout_s: float = 600.0, seed: int | None = None) -> RankStep:
         """This process's part of the pipeline, over torch.distributed (call `init_process_group` first).
@@ -161,11 +179,21 @@ class Pipeline:
                     channels.copy(tensors.named[gradient.name].detach(), first, other)
         seeds = channels.gather(torch.initial_seed() if seed is None else seed)
         loss_rank = self.schedule.costs.placement[self.loss_stage]
-        return RankStep(runner, channels, loss_rank, self.loss_dtype, **self.step_options(int(str(seeds[0]))))
+        compiled = phase_compiler(self.backend)
+        for call in runner.calls:
+            call.run = compiled(call.phase)
+        step_type = CapturedStep if self.backend.startswith("cudagraph") else RankStep
+        return step_type(runner, channels, loss_rank, **self.step_options(int(str(seeds[0]))))
 
     def step_options(self, seed: int) -> dict[str, Any]:
         microbatches = self.schedule.microbatches
-        return {"signature": self.signature, "microbatches": microbatches, "device": self.device, "seed": seed}
+        return {
+            "signature": self.signature,
+            "microbatches": microbatches,
+            "device": self.device,
+            "loss_dtype": self.loss_dtype,
+            "seed": seed,
+        }
 
     def digest(self) -> str:
         """A hash of every rank's program and of every phase: equal where the plans are."""

@@ -41,6 +41,8 @@ class RankRunner:
         self.additions = [m for m in modules if isinstance(m, AddToGradient)]
         self.nodes = list(program.module.graph.nodes)
         self.dying = dying_values(self.nodes)
+        self.keep_gradients = False  # accumulate into the same memory in every step, whatever becomes of `.grad`
+        self.kept: dict[str, Tensor] = {}
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -63,13 +65,7 @@ class RankRunner:
 
     def start(self, loss_gradient: Tensor) -> None:
         """Bind every phase to the tensors of this step; gradients start from `.grad`, or from zero."""
-        partial_sums = {}
-        for module in self.sums:
-            if module.tensor is None:
-                module.tensor = torch.zeros_like(self.tensors.named[module.name], requires_grad=False)
-            partial_sums[module.name, module.stage] = module.tensor.zero_()
-        for addition in self.additions:
-            addition.tensor = self.gradient(addition.name) if addition.name in self.adds else None
+        partial_sums = self.start_gradients()
         shared = {addition.name for addition in self.additions}
         for call in self.calls:
             stage = call.phase.stage
@@ -77,6 +73,21 @@ class RankRunner:
             call.accumulators = [
                 partial_sums[name, stage] if name in shared else self.gradient(name) for name in call.phase.gradients
             ]
+
+    def start_gradients(self) -> dict[tuple[str, int], Tensor]:
+        """Zero the stages' sums of shared gradients, and make `.grad` of all others what the step adds to."""
+        for module in self.sums:
+            if module.tensor is None:
+                module.tensor = torch.empty_like(self.tensors.named[module.name], requires_grad=False)
+            module.tensor.zero_()
+        shared = {addition.name for addition in self.additions}
+        for addition in self.additions:
+            addition.tensor = self.gradient(addition.name) if addition.name in self.adds else None
+        for call in self.calls:
+            for name in call.phase.gradients:
+                if name not in shared:
+                    self.gradient(name)
+        return {(module.name, module.stage): module.tensor for module in self.sums if module.tensor is not None}
 
     def port_tensor(self, role: Role, name: str, loss_gradient: Tensor) -> Tensor | str:
         if role is Role.INPUT:
@@ -86,8 +97,18 @@ class RankRunner:
         return (self.tensors.constants if role is Role.CONSTANT else self.tensors.named)[name].detach()
 
     def gradient(self, name: str) -> Tensor:
+        """The tensor that a parameter's gradient is added to: its `.grad`, from zero if it has none."""
         parameter = self.tensors.named[name]
-        if parameter.grad is None:
+        if self.keep_gradients:
+            kept = self.kept.get(name)
+            if kept is None:
+                kept = self.kept[name] = torch.empty_like(parameter, requires_grad=False)
+            if parameter.grad is None:
+                kept.zero_()
+            elif parameter.grad is not kept:
+                kept.copy_(parameter.grad)
+            parameter.grad = kept
+        elif parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
         return parameter.grad
 

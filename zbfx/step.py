@@ -23,8 +23,12 @@ class Step:
     that mean are added to `.grad` of `parameters()`. `seed` fixes the random numbers of all following steps.
     """
 
-    def __init__(self, signature: Signature, microbatches: int, device: torch.device, seed: int) -> None:
+    def __init__(
+        self, signature: Signature, microbatches: int, device: torch.device, loss_dtype: torch.dtype, seed: int
+    ) -> None:
         self.signature, self.microbatches, self.device, self.seed = signature, microbatches, device, seed
+        self.loss_dtype = loss_dtype
+        self.loss_gradient = torch.tensor(1.0 / microbatches, dtype=loss_dtype, device=device)
         self.count = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -55,16 +59,13 @@ class Step:
         """The tensor on this rank's device, with the strides that the graph was traced with."""
         return comm.laid_out(tensor.to(self.device), spec)
 
-    def loss_gradient(self, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(1.0 / self.microbatches, dtype=dtype, device=self.device)
-
 
 class LocalStep(Step):
     """All ranks of a pipeline in this process, one after the other as their messages allow: same results, no speed."""
 
-    def __init__(self, runners: Sequence[RankRunner], loss_dtype: torch.dtype, **options: Any) -> None:
+    def __init__(self, runners: Sequence[RankRunner], **options: Any) -> None:
         super().__init__(**options)
-        self.runners, self.loss_dtype = runners, loss_dtype
+        self.runners = runners
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
@@ -78,7 +79,7 @@ class LocalStep(Step):
     def run(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         runs = []
         for runner in self.runners:
-            runner.start(self.loss_gradient(self.loss_dtype))
+            runner.start(self.loss_gradient)
             runs.append(runner.run(self.inputs(rows, runner.input_names), self.count))
         losses = next(losses for losses in take_turns(runs) if losses)
         self.count += 1
@@ -107,9 +108,9 @@ class RankStep(Step):
     When a rank fails, every rank raises `PipelineFault` with that rank's message. The step cannot be used after that.
     """
 
-    def __init__(self, runner: RankRunner, channels: Channels, loss_rank: int, loss_dtype: torch.dtype, **options: Any):
+    def __init__(self, runner: RankRunner, channels: Channels, loss_rank: int, **options: Any) -> None:
         super().__init__(**options)
-        self.runner, self.channels, self.loss_rank, self.loss_dtype = runner, channels, loss_rank, loss_dtype
+        self.runner, self.channels, self.loss_rank = runner, channels, loss_rank
         self.fault: str | None = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -125,11 +126,7 @@ class RankStep(Step):
                 f"this pipeline has failed before and cannot go on; bind it again. It failed with: {self.fault}"
             )
         try:
-            self.runner.start(self.loss_gradient(self.loss_dtype))
-            run = self.runner.run(self.inputs(rows, self.runner.input_names), self.count)
-            losses = take_turns([run])[0]
-            loss = torch.stack(losses).mean() if losses else torch.zeros((), dtype=self.loss_dtype, device=self.device)
-            self.channels.broadcast(loss, self.loss_rank)
+            loss = self.execute(rows)
         except BaseException as error:
             self.runner.transport.drop()
             self.fault = self.channels.fail(error)
@@ -137,4 +134,16 @@ class RankStep(Step):
                 raise
             raise PipelineFault(self.fault) from error
         self.count += 1
+        return loss
+
+    def execute(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
+        self.runner.start(self.loss_gradient)
+        return self.run_program(rows)
+
+    def run_program(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
+        """The rank's program, and the loss from the rank that has it."""
+        run = self.runner.run(self.inputs(rows, self.runner.input_names), self.count)
+        losses = take_turns([run])[0]
+        loss = torch.stack(losses).mean() if losses else torch.zeros((), dtype=self.loss_dtype, device=self.device)
+        self.channels.broadcast(loss, self.loss_rank)
         return loss

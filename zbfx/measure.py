@@ -1,0 +1,208 @@
+"""Costs taken on the device: seconds of single nodes (for the partition), of whole phases and of messages (for the plan).
+
+Everything is timed in the state in which it will run: many repetitions back to back, as one captured CUDA graph where
+there is a GPU, so that neither launches nor cold clocks enter. All ranks measure at the same time, each its own
+stages, and share the results: every rank plans from the same numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from zbfx.cost import Hardware, estimate, node_s
+from zbfx.graphs import Joint, Phase, Stage
+from zbfx.passes.nodes import is_view
+from zbfx.plan import CostTable, Edge, Kind, StageCost
+
+REPETITIONS = 8  # calls per timing, back to back
+TIMINGS = 5  # of which the median counts
+
+
+def device_s(call: Callable[[], Any], device: torch.device) -> float:
+    """Median seconds of one call, back to back with others."""
+    return graph_s(call) if device.type == "cuda" else clock_s(call)
+
+
+def clock_s(call: Callable[[], Any]) -> float:
+    call()
+    seconds = []
+    for _ in range(TIMINGS):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return median(seconds)
+
+
+def graph_s(call: Callable[[], Any]) -> float:
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        call()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(REPETITIONS):
+            call()
+    graph.replay()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(TIMINGS + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    return median(a.elapsed_time(b) / 1e3 / REPETITIONS for a, b in zip(marks, marks[1:], strict=False))
+
+
+def dummy(value: Any, device: torch.device) -> Any:
+    """A real tensor of a fake one's size, strides and dtype: small random floats, zeros otherwise (safe as indices)."""
+    if not isinstance(value, Tensor):
+        return value
+    result = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
+    return result.normal_(std=0.02) if value.is_floating_point() else result.zero_()
+
+
+def node_seconds(joint: Joint, hardware: Hardware, device: torch.device) -> dict[str, float]:
+    """Measured seconds of every node by name, each different (op, shapes, arguments) once. Ops that cannot run on
+    made-up values keep their estimate. Rank 0's numbers on every rank."""
+    known: dict[str, float] = {}
+    seconds: dict[str, float] = {}
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for node in joint.graph.nodes:
+            if node.op == "call_function" and not is_view(node) and "val" in node.meta:
+                key = signature(node)
+                if key not in known:
+                    known[key] = one_node_s(node, hardware, device)
+                seconds[node.name] = known[key]
+    return from_first_rank(seconds)
+
+
+def signature(node: fx.Node) -> str:
+    def describe(source: fx.Node) -> Any:
+        values = source.meta["val"] if isinstance(source.meta["val"], tuple | list) else [source.meta["val"]]
+        return str([(v.shape, v.stride(), v.dtype) if isinstance(v, Tensor) else v for v in values])
+
+    return f"{node.target}{fx.map_arg((node.args, node.kwargs), describe)}"
+
+
+@torch.no_grad()
+def one_node_s(node: fx.Node, hardware: Hardware, device: torch.device) -> float:
+    values = {source: source.meta["val"] for source in node.all_input_nodes}
+    if any(not isinstance(value, Tensor) for value in values.values()):
+        return node_s(node, hardware)
+    made = {source: dummy(value, device) for source, value in values.items()}
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: made[n])  # type: ignore[arg-type]
+    try:
+        return device_s(lambda: node.target(*args, **kwargs), device)  # type: ignore[operator, arg-type]
+    except (RuntimeError, ValueError, IndexError):
+        return node_s(node, hardware)
+
+
+def from_first_rank(value: Any) -> Any:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def measured_costs(
+    stages: Sequence[Stage],
+    placement: Sequence[int],
+    hardware: Hardware,
+    device: torch.device,
+    compiled: Callable[[Phase], Callable[..., Any]],
+) -> CostTable:
+    """The cost table of these stages: phases timed as `compiled` runs them, each by the rank that will, all at once;
+    edges timed as messages between their ranks. Bytes come from the graphs."""
+    table = estimate(stages, placement, hardware)
+    distributed = dist.is_initialized() and dist.get_world_size() == max(placement) + 1
+    own = [s for s in stages if not distributed or placement[s.index] == dist.get_rank()]
+    costs: dict[int, StageCost] = {s.index: measured_stage(s, table.stages[s.index], device, compiled) for s in own}
+    if not distributed:
+        return replace(table, stages=tuple(costs[s.index] for s in stages))
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, costs)
+    merged = {index: cost for found in gathered for index, cost in found.items()}
+    edges = tuple(measured_edge(edge, stages, placement, device) for edge in table.edges)
+    return replace(table, stages=tuple(merged[s.index] for s in stages), edges=edges)
+
+
+@torch.no_grad()
+def measured_stage(
+    stage: Stage, estimated: StageCost, device: torch.device, compiled: Callable[[Phase], Callable[..., Any]]
+) -> StageCost:
+    seconds = {}
+    for kind, phase in stage.phases.items():
+        seconds[kind] = 0.0
+        if not phase.is_empty:
+            inputs = phase.module.graph.find_nodes(op="placeholder")
+            args = [dummy(node.meta["val"], device) if "val" in node.meta else 0 for node in inputs]
+            run = compiled(phase)
+            seconds[kind] = device_s(lambda run=run, args=args: run(*args), device)  # type: ignore[misc]
+            del args
+    return replace(
+        estimated,
+        forward_s=seconds[Kind.F],
+        backward_input_s=seconds[Kind.B],
+        backward_weight_s=seconds[Kind.W],
+    )
+
+
+def measured_edge(edge: Edge, stages: Sequence[Stage], placement: Sequence[int], device: torch.device) -> Edge:
+    """Round trips of the edge's messages between its two ranks; every rank calls this in the same order."""
+    low, high = placement[edge.source], placement[edge.target]
+    if low == high:
+        return edge
+
+    def one_way_s(source: int, target: int, estimated_s: Any) -> float | None:
+        if estimated_s is None:
+            return None
+        sender, receiver = placement[source], placement[target]
+        size = message_bytes(stages, source, target)
+        return transfer_s(sender, receiver, torch.empty(size, dtype=torch.uint8, device=device))
+
+    forward_s = one_way_s(edge.source, edge.target, edge.forward_s)
+    backward_s = one_way_s(edge.target, edge.source, edge.backward_s)
+    found = from_rank(high, (forward_s, backward_s))
+    return replace(edge, forward_s=found[0], backward_s=found[1])
+
+
+def message_bytes(stages: Sequence[Stage], source: int, target: int) -> int:
+    stage = stages[target]
+    names = {name for phase in stage.phases.values() for name in phase.values if stage.origins[name][0] == source}
+    return stage.stored_bytes(names)
+
+
+def transfer_s(sender: int, receiver: int, payload: Tensor) -> float:
+    """Half of the median round trip of a payload (the second rank's figure counts); 0 on other ranks."""
+    if dist.get_rank() not in (sender, receiver):
+        return 0.0
+    other = receiver if dist.get_rank() == sender else sender
+    seconds = []
+    for _ in range(TIMINGS + 2):
+        if payload.is_cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        if dist.get_rank() == sender:
+            dist.send(payload, dst=other)
+            dist.recv(payload, src=other)
+        else:
+            dist.recv(payload, src=other)
+            dist.send(payload, dst=other)
+        if payload.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append((time.perf_counter() - start) / 2)
+    return median(seconds[2:])
+
+
+def from_rank(rank: int, value: Any) -> Any:
+    box = [value]
+    dist.broadcast_object_list(box, src=rank)
+    return box[0]
