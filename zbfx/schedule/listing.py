@@ -15,6 +15,7 @@ from math import inf
 from zbfx.schedule.exact import B, F, Instance, W
 
 PATIENCE_UNIT = 4  # patience is counted in quarters
+LATER, FEWEST, EARLIER = TURNS = range(3)
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Rule:
 
     `patience[r]`: rank r starts a W only if the next arrival is at least patience/4 of that W away.
     `alternate[r]`: after a B, rank r prefers an F to the next B. `recycle[r]`: rank r runs a W before the next B if an F
-    that has arrived lacks only memory, to keep as many microbatches in flight as `cap` says.
+    that has arrived lacks only memory, to keep as many microbatches in flight as `cap` says. `turn[r]`: which of rank
+    r's stages goes first when several could: LATER, EARLIER, or the one that has run FEWEST of the kind.
     """
 
     hold: tuple[int, ...]
@@ -31,6 +33,7 @@ class Rule:
     patience: tuple[int, ...]
     alternate: tuple[bool, ...]
     recycle: tuple[bool, ...]
+    turn: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class ListScheduler:
         self.problem = problem
         count, ranks = problem.stage_count, range(problem.rank_count)
         self.limits: list[float] = [inf] * problem.rank_count if limits is None else list(limits)
-        # Later stages first: their Bs gate every earlier stage's, and their Fs lead to the next Bs.
+        # Later stages first, as their Bs gate every earlier stage's, and their Fs lead to the next Bs.
         self.stages = [[s for s in reversed(range(count)) if problem.placement[s] == rank] for rank in ranks]
         self.work = [
             problem.microbatches * sum(problem.ticks[kind * count + s] for s in self.stages[rank] for kind in (F, B, W))
@@ -68,15 +71,20 @@ class ListScheduler:
 
     def run(self, rule: Rule, stop_at: float = inf) -> Listed | None:
         """The rule's schedule, or None if it gets stuck or costs `stop_at` ticks or more."""
-        return _Run(self, rule).finish(stop_at)
+        return _ByRule(self, rule).finish(stop_at)
+
+    def refill(self, orders: Sequence[Sequence[int]], patience: Sequence[int], stop_at: float = inf) -> Listed | None:
+        """Keep every rank's order of Fs and Bs and place the Ws anew: in gaps that they fill well enough, and where
+        the next F or B needs their memory."""
+        return _ByOrder(self, orders, patience).finish(stop_at)
 
 
 class _Run:
-    """The state of one list-scheduling run."""
+    """The state of one list-scheduling run; subclasses choose each rank's next action."""
 
-    def __init__(self, scheduler: ListScheduler, rule: Rule) -> None:
+    def __init__(self, scheduler: ListScheduler) -> None:
         problem = scheduler.problem
-        self.scheduler, self.rule, self.problem = scheduler, rule, problem
+        self.scheduler, self.problem = scheduler, problem
         self.ends: list[list[int]] = [[] for _ in range(3 * problem.stage_count)]  # per group, in order of microbatches
         self.held = [0] * problem.rank_count
         self.last_kind = [F] * problem.rank_count
@@ -95,44 +103,7 @@ class _Run:
 
     def choose(self, rank: int, now: int) -> int:
         """The group that `rank` runs next, or -1 to wait."""
-        problem, rule, scheduler, ends = self.problem, self.rule, self.scheduler, self.ends
-        count, m = problem.stage_count, problem.microbatches
-        allowed = scheduler.limits[rank] - self.held[rank]
-        next_arrival = inf
-        forward = backward = weight = -1
-        finished, blocked = True, False
-        for stage in scheduler.stages[rank]:
-            started, returned, done = len(ends[stage]), len(ends[count + stage]), len(ends[2 * count + stage])
-            if returned < m:
-                finished = False
-                grown = problem.grows[count + stage]
-                if backward < 0 and started > returned and started >= rule.hold[stage] and grown <= allowed:
-                    at = self.arrival(count + stage, returned)
-                    if at <= now:
-                        backward = count + stage
-                    elif at < next_arrival:
-                        next_arrival = at
-                if forward < 0 and started < m and started - returned < rule.cap[stage]:
-                    at = self.arrival(stage, started)
-                    if scheduler.room[stage] > allowed:
-                        blocked = blocked or at <= now
-                    elif at <= now:
-                        forward = stage
-                    elif at < next_arrival:
-                        next_arrival = at
-            if done < returned and weight < 0:
-                weight = 2 * count + stage
-        if blocked and forward < 0 and weight >= 0 and rule.recycle[rank]:
-            return weight
-        if backward >= 0 and not (forward >= 0 and rule.alternate[rank] and self.last_kind[rank] == B):
-            return backward
-        if forward >= 0:
-            return forward
-        if weight >= 0 and (
-            finished or PATIENCE_UNIT * (next_arrival - now) >= rule.patience[rank] * problem.ticks[weight]
-        ):
-            return weight
-        return -1
+        raise NotImplementedError
 
     def finish(self, stop_at: float) -> Listed | None:
         problem, scheduler = self.problem, self.scheduler
@@ -168,3 +139,76 @@ class _Run:
             return None
         cost = max(clock - (begun or 0) for clock, begun in zip(clocks, first, strict=True))
         return Listed(cost, tuple(map(tuple, self.orders)))
+
+
+class _ByRule(_Run):
+    def __init__(self, scheduler: ListScheduler, rule: Rule) -> None:
+        super().__init__(scheduler)
+        self.rule = rule
+
+    def choose(self, rank: int, now: int) -> int:
+        problem, rule, scheduler, ends = self.problem, self.rule, self.scheduler, self.ends
+        count, m = problem.stage_count, problem.microbatches
+        allowed, turn = scheduler.limits[rank] - self.held[rank], rule.turn[rank]
+        next_arrival = inf
+        forward = backward = weight = -1
+        finished, blocked = True, False
+        for stage in scheduler.stages[rank]:
+            started, returned, done = len(ends[stage]), len(ends[count + stage]), len(ends[2 * count + stage])
+            if returned < m:
+                finished = False
+                grown = problem.grows[count + stage]
+                if started > returned and started >= rule.hold[stage] and grown <= allowed:
+                    at = self.arrival(count + stage, returned)
+                    if at <= now:
+                        if backward < 0 or turn == EARLIER or (turn == FEWEST and returned < len(ends[backward])):
+                            backward = count + stage
+                    elif at < next_arrival:
+                        next_arrival = at
+                if started < m and started - returned < rule.cap[stage]:
+                    at = self.arrival(stage, started)
+                    if scheduler.room[stage] > allowed:
+                        blocked = blocked or at <= now
+                    elif at <= now:
+                        if forward < 0 or turn == EARLIER or (turn == FEWEST and started < len(ends[forward])):
+                            forward = stage
+                    elif at < next_arrival:
+                        next_arrival = at
+            if done < returned and weight < 0:
+                weight = 2 * count + stage
+        if blocked and forward < 0 and weight >= 0 and rule.recycle[rank]:
+            return weight
+        if backward >= 0 and not (forward >= 0 and rule.alternate[rank] and self.last_kind[rank] == B):
+            return backward
+        if forward >= 0:
+            return forward
+        if weight >= 0 and (
+            finished or PATIENCE_UNIT * (next_arrival - now) >= rule.patience[rank] * problem.ticks[weight]
+        ):
+            return weight
+        return -1
+
+
+class _ByOrder(_Run):
+    def __init__(self, scheduler: ListScheduler, orders: Sequence[Sequence[int]], patience: Sequence[int]) -> None:
+        super().__init__(scheduler)
+        m, weights = self.problem.microbatches, 2 * self.problem.stage_count
+        self.fixed = [[code // m for code in order if code // m < weights] for order in orders]
+        self.next = [0] * len(orders)
+        self.patience = patience
+
+    def choose(self, rank: int, now: int) -> int:
+        problem, ends, fixed = self.problem, self.ends, self.fixed[rank]
+        count = problem.stage_count
+        pending = [s for s in self.scheduler.stages[rank] if len(ends[2 * count + s]) < len(ends[count + s])]
+        weight = 2 * count + pending[0] if pending else -1
+        if self.next[rank] == len(fixed):
+            return weight
+        group = fixed[self.next[rank]]
+        if self.held[rank] + problem.grows[group] > self.scheduler.limits[rank]:
+            return weight
+        at = self.arrival(group, len(ends[group]))
+        if at <= now:
+            self.next[rank] += 1
+            return group
+        return weight if PATIENCE_UNIT * (at - now) >= self.patience[rank] * problem.ticks[weight] else -1

@@ -1,15 +1,18 @@
 """Tabu search on the order of every rank, in the manner of job-shop scheduling.
 
-Within a kind and stage microbatches run in order, so a rank's order is a word of groups (see `exact.Instance`). The cost
-is a longest path; only a change on it can help. A move takes one letter of a block of the path, a run of letters on one
-rank, to another place in that block. Its effect is estimated from the longest paths into and out of every action, in
-time proportional to the stretch that changes, and the best move whose result was not visited lately is made.
+Within a kind and stage microbatches run in order, so a rank's order is a word of groups (see `exact.Instance`). The
+cost is a longest path; only a change on it can help. A move takes one letter of a block of the path, a run of letters
+on one rank, to another place in that block. Its effect is estimated from the longest paths into and out of every
+action, in time proportional to the stretch that changes. Moves that promise a gain in different blocks are made
+together; if that disappoints, the best move alone whose result was not visited lately.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 from time import perf_counter
 
@@ -18,6 +21,9 @@ from zbfx.schedule.listing import Listed
 
 MOST_MOVES_PER_BLOCK = 60
 PATIENCE = 150  # moves without a better schedule before the search returns to the best one
+KICKS = 4  # random swaps after a return
+
+Links = list[tuple[tuple[int, int], ...]]  # per code: (other code, lag)
 
 
 @dataclass(frozen=True)
@@ -28,19 +34,22 @@ class Move:
     low: int
     codes: tuple[int, ...]
 
+    def applied(self, order: list[int]) -> list[int]:
+        return [*order[: self.low], *self.codes, *order[self.low + len(self.codes) :]]
+
 
 @dataclass
 class State:
-    """One set of orders with its longest paths."""
+    """One set of orders with the longest path into every action."""
 
     orders: list[list[int]]
     ends: list[int]
-    swept: list[int]  # all codes, each after those that it waits for
+    swept: list[int]  # all codes by start, each after those that it waits for
     begun: list[int]  # first start per rank
     cost: int
 
 
-def _reversed(needs: Sequence[tuple[tuple[int, int], ...]]) -> list[tuple[tuple[int, int], ...]]:
+def _reversed(needs: Links) -> Links:
     feeds: list[list[tuple[int, int]]] = [[] for _ in needs]
     for code, needed in enumerate(needs):
         for source, lag in needed:
@@ -50,30 +59,32 @@ def _reversed(needs: Sequence[tuple[tuple[int, int], ...]]) -> list[tuple[tuple[
 
 class LocalSearch:
     def __init__(self, problem: Instance, limits: Sequence[int] | None, seed: int) -> None:
-        self.problem, self.random = problem, Random(seed)
+        self.problem, self.limits, self.random = problem, limits, Random(seed)
         count, m = problem.stage_count, problem.microbatches
-        self.limits = limits
         self.ticks = [problem.ticks[group] for group in range(3 * count) for _ in range(m)]
         # A stage's own F, B and W are in order in every word that `_stretch` lets through.
-        self.needs: list[tuple[tuple[int, int], ...]] = [
+        self.needs: Links = [
             tuple((source * m + j, lag) for source, lag in problem.sources[group] if source % count != group % count)
             for group in range(3 * count)
             for j in range(m)
         ]
         rank_of = [problem.placement[group % count] for group in range(3 * count) for _ in range(m)]
-        self.remote_needs = [
+        self.remote_needs: Links = [
             tuple(need for need in needed if rank_of[need[0]] != rank_of[code])
             for code, needed in enumerate(self.needs)
         ]
         self.feeds, self.remote_feeds = _reversed(self.needs), _reversed(self.remote_needs)
-        self.visited: dict[int, int] = {}
+        self.rank_of = rank_of
+        self.groups = [
+            [g for g in range(3 * count) if problem.placement[g % count] == rank] for rank in range(problem.rank_count)
+        ]
+        self.visited: dict[int, int] = {}  # word of a rank -> step until which it is barred
 
     def improve(self, start: Listed, target: int, deadline_s: float, steps: int) -> Listed:
-        """The best schedule found from `start` in `steps` moves, or until its cost is `target` or the clock reads `deadline_s`."""
+        """The best schedule in `steps` moves from `start`; stops at cost `target` and at `deadline_s` (perf_counter)."""
         state = self._evaluate([list(order) for order in start.orders])
         assert state is not None
-        best = start
-        stale = 0
+        best, stale = start, 0
         self.visited.clear()
         for step in range(steps):
             if best.cost <= target or perf_counter() > deadline_s:
@@ -88,12 +99,20 @@ class LocalSearch:
                 best, stale = Listed(state.cost, tuple(map(tuple, state.orders))), 0
         return best
 
-    def _evaluate(self, orders: list[list[int]]) -> State | None:
-        """Longest paths into every action; None if the orders deadlock."""
+    def _evaluate(self, orders: list[list[int]], base: State | None = None, since: int = 0) -> State | None:
+        """Longest paths into every action; None if the orders deadlock. What starts before `since` is as in `base`."""
         ticks, needs = self.ticks, self.needs
-        ends = [-1] * len(ticks)
-        swept: list[int] = []
-        positions, clocks = [0] * len(orders), [0] * len(orders)
+        if base is None:
+            ends, kept = [-1] * len(ticks), []
+            positions = [0] * len(orders)
+        else:
+            ends = base.ends.copy()
+            kept = base.swept[: self._first_at(base, base.swept, since)]
+            positions = [self._first_at(base, order, since) for order in base.orders]
+            for code in base.swept[len(kept) :]:
+                ends[code] = -1
+        clocks = [ends[order[at - 1]] if at else 0 for order, at in zip(orders, positions, strict=True)]
+        fresh: list[int] = []
         waiting: dict[int, list[int]] = {}
         runnable = list(range(len(orders)))
         while runnable:
@@ -114,24 +133,30 @@ class LocalSearch:
                     waiting.setdefault(missing, []).append(rank)
                     break
                 clock = ends[code] = start + ticks[code]
-                swept.append(code)
+                fresh.append(code)
                 position += 1
                 if code in waiting:
                     runnable.extend(waiting.pop(code))
             positions[rank], clocks[rank] = position, clock
-        if len(swept) < len(ticks):
+        if len(kept) + len(fresh) < len(ticks):
             return None
+        fresh.sort(key=lambda code: ends[code] - ticks[code])
         begun = [ends[order[0]] - ticks[order[0]] for order in orders]
         cost = max(clock - first for clock, first in zip(clocks, begun, strict=True))
-        return State(orders, ends, swept, begun, cost)
+        return State(orders, ends, kept + fresh, begun, cost)
+
+    def _first_at(self, state: State, codes: list[int], time: int) -> int:
+        """Position of the first of `codes`, sorted by start, that starts at `time` or later."""
+        ends, ticks = state.ends, self.ticks
+        return bisect_left(codes, time, key=lambda code: ends[code] - ticks[code])
 
     def _tails(self, state: State) -> list[int]:
-        """Longest paths out of every action, the action itself excluded, to the end of the rank that finishes last."""
+        """Longest paths out of every action, itself excluded, to the end of the rank that finishes last."""
         ticks, feeds = self.ticks, self.feeds
         tails = [0] * len(ticks)
         following = [-1] * len(ticks)
         for order, first in zip(state.orders, state.begun, strict=True):
-            for code, after in zip(order, order[1:], strict=False):
+            for code, after in pairwise(order):
                 following[code] = after
             tails[order[-1]] = -first
         for code in reversed(state.swept):
@@ -147,37 +172,38 @@ class LocalSearch:
     def _critical_blocks(self, state: State) -> list[tuple[int, int, int]]:
         """One longest path, from its end: (rank, first position, last position) of its stretches."""
         ends, ticks = state.ends, self.ticks
-        place = {
-            code: (rank, position) for rank, order in enumerate(state.orders) for position, code in enumerate(order)
-        }
-        last = [ends[order[-1]] - first for order, first in zip(state.orders, state.begun, strict=True)]
-        rank = self.random.choice([rank for rank, span in enumerate(last) if span == state.cost])
+        spans = [ends[order[-1]] - first for order, first in zip(state.orders, state.begun, strict=True)]
+        rank = self.random.choice([rank for rank, span in enumerate(spans) if span == state.cost])
         position = high = len(state.orders[rank]) - 1
         blocks = []
         while True:
-            code = state.orders[rank][position]
+            order = state.orders[rank]
+            code = order[position]
             start = ends[code] - ticks[code]
             sources = [source for source, lag in self.remote_needs[code] if ends[source] + lag == start]
-            local = position > 0 and ends[state.orders[rank][position - 1]] == start
+            local = position > 0 and ends[order[position - 1]] == start
             if local and not (sources and self.random.random() < 0.5):
                 position -= 1
                 continue
             blocks.append((rank, position, high))
             if not sources:
                 return blocks
-            rank, position = place[self.random.choice(sources)]
+            code = self.random.choice(sources)
+            rank = self.rank_of[code]
+            order = state.orders[rank]
+            position = order.index(code, self._first_at(state, order, ends[code] - ticks[code]))
             high = position
 
-    def _stretch(self, state: State, rank: int, low: int, groups: list[int]) -> tuple[int, ...] | None:
+    def _stretch(self, order: list[int], rank: int, low: int, groups: list[int]) -> tuple[int, ...] | None:
         """Codes of `groups` from position `low` on; None if a microbatch's F, B, W fall out of order or memory overflows."""
         problem, m = self.problem, self.problem.microbatches
         count = problem.stage_count
         done: dict[int, int] = {}
-        held = 0
-        for code in state.orders[rank][:low]:
-            group = code // m
-            done[group] = done.get(group, 0) + 1
-            held += problem.grows[group]
+        position = low
+        while position > 0 and len(done) < len(self.groups[rank]):
+            position -= 1
+            done.setdefault(order[position] // m, order[position] % m + 1)
+        held = sum(problem.grows[group] * number for group, number in done.items())
         codes = []
         for group in groups:
             index = done.get(group, 0)
@@ -190,29 +216,25 @@ class LocalSearch:
             done[group] = index + 1
         return tuple(codes)
 
-    def _moves(self, state: State, blocks: list[tuple[int, int, int]]) -> Iterator[Move]:
-        m = self.problem.microbatches
+    def _moves(self, state: State, block: tuple[int, int, int]) -> Iterator[Move]:
+        """Letters of one block exchanged with their neighbours, or taken to one of its ends."""
+        rank, low, high = block
+        m, last = self.problem.microbatches, high - low
+        order = state.orders[rank]
+        word = [code // m for code in order[low : high + 1]]
+        shifts = [(x, x + 1) for x in range(last)]
+        shifts += [(x, last) for x in range(last - 1)] + [(x, 0) for x in range(2, last + 1)]
+        shifts = [(x, y) for x, y in shifts if word[x] != word[y]]
+        if len(shifts) > MOST_MOVES_PER_BLOCK:
+            shifts = self.random.sample(shifts, MOST_MOVES_PER_BLOCK)
         seen = set()
-        for rank, low, high in blocks:
-            word = [code // m for code in state.orders[rank][low : high + 1]]
-            last = high - low
-            shifts = (
-                [(x, x + 1) for x in range(last)]
-                + [(x, last) for x in range(last - 1)]
-                + [(x, 0) for x in range(2, last + 1)]
-            )
-            shifts = [(x, y) for x, y in shifts if word[x] != word[y]]
-            if len(shifts) > MOST_MOVES_PER_BLOCK:
-                shifts = self.random.sample(shifts, MOST_MOVES_PER_BLOCK)
-            for x, y in shifts:
-                begin = min(x, y)
-                groups = [*word[x + 1 : y + 1], word[x]] if x < y else [word[x], *word[y:x]]
-                codes = self._stretch(state, rank, low + begin, groups)
-                if codes is not None:
-                    move = Move(rank, low + begin, codes)
-                    if move not in seen:
-                        seen.add(move)
-                        yield move
+        for x, y in shifts:
+            begin = min(x, y)
+            groups = [*word[x + 1 : y + 1], word[x]] if x < y else [word[x], *word[y:x]]
+            codes = self._stretch(order, rank, low + begin, groups)
+            if codes is not None and (begin, codes) not in seen:
+                seen.add((begin, codes))
+                yield Move(rank, low + begin, codes)
 
     def _estimate(self, state: State, tails: list[int], move: Move) -> int:
         """Longest path through the changed stretch, with what lies outside it as it was."""
@@ -238,25 +260,40 @@ class LocalSearch:
         return longest
 
     def _step(self, state: State, best: int, clock: int) -> State | None:
-        """The best neighbour that was not visited lately, or None if there is none."""
+        """A neighbour of `state`, or None if all were visited lately."""
         tails = self._tails(state)
-        ranked = []
-        for move in self._moves(state, self._critical_blocks(state)):
-            estimate = self._estimate(state, tails, move)
-            order = state.orders[move.rank]
-            after = [*order[: move.low], *move.codes, *order[move.low + len(move.codes) :]]
-            if estimate >= best and self.visited.get(hash((move.rank, *after)), -1) > clock:
-                continue
-            ranked.append((estimate, self.random.random(), move.rank, after))
+        ranked: list[tuple[int, float, Move]] = []
+        promising: list[Move] = []
+        for block in self._critical_blocks(state):
+            first = len(ranked)
+            for move in self._moves(state, block):
+                ranked.append((self._estimate(state, tails, move), self.random.random(), move))
+            if len(ranked) > first:
+                estimate, _, move = min(ranked[first:])
+                if estimate < state.cost:
+                    promising.append(move)
         ranked.sort()
-        for _, _, rank, after in ranked:
-            orders = list(state.orders)
-            orders[rank] = after
-            following = self._evaluate(orders)
+        together = self._apply(state, promising) if len(promising) > 1 else None
+        if together is not None and together.cost < state.cost:
+            return together
+        for estimate, _, move in ranked:
+            after = hash((move.rank, *move.applied(state.orders[move.rank])))
+            if estimate >= best and self.visited.get(after, -1) > clock:
+                continue
+            following = self._apply(state, [move])
             if following is not None:
-                self.visited[hash((rank, *state.orders[rank]))] = clock + self.random.randint(6, 14)
+                self.visited[hash((move.rank, *state.orders[move.rank]))] = clock + self.random.randint(6, 14)
                 return following
         return None
+
+    def _apply(self, state: State, moves: list[Move]) -> State | None:
+        """The state after moves in different blocks, or None if they deadlock or no longer fit together."""
+        orders = list(state.orders)
+        since = min(state.ends[orders[move.rank][move.low]] - self.ticks[orders[move.rank][move.low]] for move in moves)
+        for move in moves:
+            orders[move.rank] = move.applied(orders[move.rank])
+            since = min(since, state.ends[state.orders[move.rank][move.low - 1]] if move.low else 0)
+        return self._evaluate(orders, state, since)
 
     def _kicked(self, best: Listed) -> State:
         """The best schedule with a few neighbours swapped at random."""
@@ -264,16 +301,13 @@ class LocalSearch:
         state = self._evaluate([list(order) for order in best.orders])
         assert state is not None
         m = self.problem.microbatches
-        for _ in range(4):
+        for _ in range(KICKS):
             rank = self.random.randrange(len(state.orders))
             order = state.orders[rank]
             if len(order) < 3:
                 continue
             low = self.random.randrange(1, len(order) - 1)
-            codes = self._stretch(state, rank, low, [order[low + 1] // m, order[low] // m])
-            if codes is None:
-                continue
-            orders = list(state.orders)
-            orders[rank] = [*order[:low], *codes, *order[low + 2 :]]
-            state = self._evaluate(orders) or state
+            codes = self._stretch(order, rank, low, [order[low + 1] // m, order[low] // m])
+            if codes is not None:
+                state = self._apply(state, [Move(rank, low, codes)]) or state
         return state

@@ -9,7 +9,7 @@ from random import Random
 from time import perf_counter
 
 from zbfx.schedule.exact import Instance
-from zbfx.schedule.listing import PATIENCE_UNIT, Listed, ListScheduler, Rule
+from zbfx.schedule.listing import LATER, PATIENCE_UNIT, TURNS, Listed, ListScheduler, Rule
 
 PATIENCES = (PATIENCE_UNIT, 0, 3, 2, 1)
 FLAGS = ((False, False), (False, True), (True, False), (True, True))  # alternate, recycle
@@ -29,8 +29,9 @@ def first_rules(
         else _folded_shapes(problem, limits)
     )
     p = problem.rank_count
-    for (hold, cap), patience, (alternate, recycle) in product(shapes, PATIENCES, FLAGS):
-        yield Rule(hold, cap, (patience,) * p, (alternate,) * p, (recycle,) * p)
+    turns = (LATER,) if p == problem.stage_count else TURNS
+    for (hold, cap), turn, patience, (alternate, recycle) in product(shapes, turns, PATIENCES, FLAGS):
+        yield Rule(hold, cap, (patience,) * p, (alternate,) * p, (recycle,) * p, (turn,) * p)
 
 
 def most_in_flight(problem: Instance, limits: Sequence[int] | None) -> list[int]:
@@ -115,9 +116,9 @@ class RuleSearch:
         rule, random, most = self.rule, self.random, self.most
         assert rule is not None
         hold, cap, patience, alternate = list(rule.hold), list(rule.cap), list(rule.patience), list(rule.alternate)
-        recycle = list(rule.recycle)
+        recycle, turn = list(rule.recycle), list(rule.turn)
         for _ in range(random.choice((1, 1, 2, 3))):
-            stage, rank, what = random.randrange(len(hold)), random.randrange(len(patience)), random.randrange(6)
+            stage, rank, what = random.randrange(len(hold)), random.randrange(len(patience)), random.randrange(6 if len(hold) == len(patience) else 7)
             if what == 0:
                 hold[stage] = max(1, min(most[stage], hold[stage] + random.choice((-1, 1))))
             elif what <= 2:
@@ -126,6 +127,8 @@ class RuleSearch:
                 patience[rank] = random.randint(-1, PATIENCE_UNIT + 1)
             elif what == 4:
                 alternate[rank] = not alternate[rank]
-            else:
+            elif what == 5:
                 recycle[rank] = not recycle[rank]
-        return Rule(tuple(hold), tuple(cap), tuple(patience), tuple(alternate), tuple(recycle))
+            else:
+                turn[rank] = random.choice(TURNS)
+        return Rule(*map(tuple, (hold, cap, patience, alternate, recycle, turn)))
