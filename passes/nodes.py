@@ -14,10 +14,14 @@ aten = torch.ops.aten
 
 # Shares its input's storage although its schema does not say so.
 UNDECLARED_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default}
+ATTENTION = aten._scaled_dot_product_flash_attention
+ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_backward
 ATTENTION_FORWARD = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: ATTENTION,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: ATTENTION_BACKWARD,
 }
+# Counted like the product that leaves its result elsewhere.
+IN_PLACE = {aten.addmm_.default: aten.addmm}
 
 
 def is_view(node: fx.Node) -> bool:
@@ -46,8 +50,8 @@ def is_random(node: fx.Node) -> bool:
 
 
 def flop_formula(node: fx.Node) -> Any:
-    target = ATTENTION_FORWARD.get(node.target, getattr(node.target, "overloadpacket", None))  # type: ignore[call-overload]
-    return flop_registry.get(target)
+    known: dict[Any, Any] = ATTENTION_FORWARD | IN_PLACE
+    return flop_registry.get(known.get(node.target, getattr(node.target, "overloadpacket", None)))
 
 
 def flops(node: fx.Node) -> int:
