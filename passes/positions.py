@@ -29,7 +29,8 @@ def line_up(joint: Joint) -> Line:
     forward = tuple(n for n in calls if not n.meta["is_backward"] and n not in gradients and n not in floating)
     position = {node: k for k, node in enumerate(forward)}
     backward = [node for node in calls if node not in position and node not in floating]
-    original = recomputed(forward, [node for node in backward if node not in gradients])
+    everywhere = [node for node in calls if node in floating]
+    original = recomputed(forward, [node for node in backward if node not in gradients], everywhere)
     partner = {node.meta.get("seq_nr"): position[node] for node in forward}
     partner |= {node.meta.get("seq_nr"): position[origin] for node, origin in original.items()}
     for node in backward:
@@ -77,16 +78,23 @@ def without_position(joint: Joint, gradients: set[fx.Node]) -> set[fx.Node]:
     return floating
 
 
-def recomputed(forward: tuple[fx.Node, ...], repeats: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+def recomputed(
+    forward: tuple[fx.Node, ...], repeats: list[fx.Node], everywhere: list[fx.Node]
+) -> dict[fx.Node, fx.Node]:
     """Match nodes that repeat a part of the forward (activation checkpointing) with what they repeat, by value
-    numbering: the k-th node with the same op on the same values repeats the k-th such forward node."""
+    numbering: the k-th node with the same op on the same values repeats the k-th such forward node. Nodes that have no
+    position (`everywhere`) count as one value where they compute the same."""
     pool: dict[str, list[fx.Node]] = defaultdict(list)
     original: dict[fx.Node, fx.Node] = {}
+    first: dict[str, fx.Node] = {}
+    equal: dict[fx.Node, fx.Node] = {}
 
     def value_number(node: fx.Node) -> str:
-        args = fx.map_arg((node.args, node.kwargs), lambda n: original.get(n, n))
+        args = fx.map_arg((node.args, node.kwargs), lambda n: original.get(n) or equal.get(n, n))
         return f"{node.target}{args}"
 
+    for node in everywhere:
+        equal[node] = first.setdefault(value_number(node), node)
     for node in forward:
         pool[value_number(node)].append(node)
     for node in repeats:

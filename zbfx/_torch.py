@@ -5,6 +5,7 @@ descriptors.*                       2.11.0, 2.13.0   what each input and output 
 FakeTensorMode                      2.11.0, 2.13.0   tensors with shape, dtype and device but no memory
 DataDependentOutputException, ...   2.11.0, 2.13.0   what fake tensors raise where Python needs a value
 torch.utils._pytree                 2.11.0, 2.13.0   nested inputs to flat leaves with key paths
+_saved_tensors_hooks_set_tracing    2.13.0           whether saved-tensor hooks rest while tracing
 torch.compiler flags                2.11.0, 2.13.0   what `torch.compiler.is_exporting()` answers
 """
 
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch._C._autograd import _saved_tensors_hooks_set_tracing
 from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -73,6 +75,11 @@ def exporting() -> Iterator[None]:
         flags._is_exporting_flag, flags._is_compiling_flag = before
 
 
+def enable_saved_tensor_hooks(*_: object) -> None:
+    """The tracer switches saved-tensor hooks off until it ends; checkpointing inside the model is made of them."""
+    _saved_tensors_hooks_set_tracing(False)
+
+
 def capture_joint(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphModule:
     """The functional joint graph of `module(*inputs)`, whose parameters, buffers and inputs are fake tensors.
 
@@ -80,6 +87,7 @@ def capture_joint(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphModule
     (torch.export would trace the forward alone and differentiate that).
     """
     with contextlib.ExitStack() as stack, fx.traceback.preserve_node_meta(), exporting():
+        stack.callback(module.register_forward_pre_hook(enable_saved_tensor_hooks).remove)
         joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs))
         graph_module = joint.graph_module
         for node in graph_module.graph.nodes:
