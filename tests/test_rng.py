@@ -1,0 +1,176 @@
+"""Dropout in a pipeline: masks depend on the seed, the step, the microbatch and the place in the model alone.
+
+Run: pytest tests/test_rng.py (CPU, one process).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.models import Problem, numbers, squares
+from tests.reference import assert_same, compiled, stepped
+from zbfx import rng
+from zbfx.graphs import Role
+from zbfx.plan import Kind
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(torch.tanh(self.linear(x)))
+
+
+class Dropouts(nn.Module):
+    """Four blocks with dropout; with `recompute`, each is run again in the backward."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return x
+
+
+def problem(microbatches: int, recompute: bool = False) -> Problem:
+    return Problem(Dropouts(recompute), squares, (numbers(2 * microbatches, WIDTH),))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_masks_depend_neither_on_the_schedule_nor_on_the_cuts(recompute: bool) -> None:
+    given = problem(3, recompute)
+    expected = stepped(given, compiled(given, 1, 3, schedule="gpipe"), seed=7)
+    for stages, schedule in [(1, "zb-h1"), (2, "1f1b"), (3, "gpipe"), (4, "zb-h1")]:
+        assert_same(stepped(given, compiled(given, stages, 3, schedule=schedule), seed=7), expected, 0.0)
+
+
+def test_recomputed_dropout_draws_what_the_first_one_drew() -> None:
+    stored, again = problem(3), problem(3, recompute=True)
+    expected = stepped(stored, compiled(stored, 3, 3), seed=7)
+    pipe = compiled(again, 3, 3)
+    assert_same(stepped(again, pipe, seed=7), expected, 0.0)
+    assert all(stage.phases[Kind.B].is_random for stage in pipe.stages)
+
+
+def test_recomputing_holds_less_between_forward_and_backward() -> None:
+    stored, again = (compiled(problem(1, recompute), 2, 1) for recompute in (False, True))
+    held = [[stage.stored_bytes(stage.saved) for stage in pipe.stages] for pipe in (stored, again)]
+    assert all(less < more for more, less in zip(*held, strict=True))
+
+
+class Masks(nn.Module):
+    """The gradient of `weight` is the sum of the dropout masks of its microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.weight * x, 0.5).sum()
+
+
+def masks(microbatches: int, seed: int = 7, steps: int = 1) -> list[Tensor]:
+    model = Masks()
+    step = compiled(Problem(model, None, (torch.ones(microbatches, 64),)), 1, microbatches).run_local(seed=seed)
+    found = []
+    for _ in range(steps):
+        model.zero_grad()
+        step(torch.ones(microbatches, 64))
+        assert model.weight.grad is not None
+        found.append(model.weight.grad)
+    return found
+
+
+def test_masks_differ_between_microbatches_steps_and_seeds() -> None:
+    first, second = masks(1, steps=2)
+    assert set(first.tolist()) == {0.0, 2.0}
+    assert not torch.equal(first, second)
+    assert torch.equal(masks(1)[0], first)
+    assert not torch.equal(masks(1, seed=8)[0], first)
+    assert set(masks(2)[0].tolist()) == {0.0, 1.0, 2.0}  # two masks, each weighted by a half
+
+
+def test_seed_follows_torch() -> None:
+    model = Masks()
+    pipe = compiled(Problem(model, None, (torch.ones(1, 64),)), 1, 1)
+    found = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        pipe.run_local()(torch.ones(1, 64))
+        found.append(model.weight.grad)
+    assert torch.equal(found[0], found[1])  # type: ignore[arg-type]
+    assert not torch.equal(found[0], found[2])  # type: ignore[arg-type]
+
+
+def test_a_step_leaves_the_global_generator_alone() -> None:
+    given = problem(2)
+    step = compiled(given, 2, 2).run_local()
+    before = torch.get_rng_state()
+    step(*given.inputs)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class RandomInForward(nn.Module):
+    """Noise from every kind of factory, on one side of a cut and the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x)) + torch.randn_like(x) + torch.rand(WIDTH)
+        return torch.tanh(self.second(h * torch.bernoulli(torch.full((WIDTH,), 0.5)))) * torch.normal(0.0, 1.0, (2, 1))
+
+
+def test_noise_of_every_kind_is_fixed_by_the_seed() -> None:
+    given = Problem(RandomInForward(), squares, (numbers(6, WIDTH),))
+    expected = stepped(given, compiled(given, 1, 3, schedule="gpipe"), seed=7)
+    found = stepped(given, compiled(given, 2, 3), seed=7)
+    assert_same(found, expected, 0.0)
+    other = stepped(given, compiled(given, 2, 3), seed=8)
+    assert other[0] != expected[0]
+
+
+def test_gradient_belongs_to_the_mask_of_its_forward() -> None:
+    """The loss is linear in the weight, so that the gradient predicts exactly what a larger weight does to it."""
+    model = Masks()
+    pipe = compiled(Problem(model, None, (torch.ones(1, 64),)), 1, 1)
+    loss = pipe.run_local(seed=7)(torch.ones(1, 64))
+    assert model.weight.grad is not None
+    assert loss == model.weight.grad.sum()
+
+
+def test_streams_and_seeds_are_spread_out() -> None:
+    values = {rng.mix(seed, step, microbatch) for seed in range(4) for step in range(4) for microbatch in range(4)}
+    assert len(values) == 64
+    assert all(0 <= value < 1 << 63 for value in values)
+    assert rng.mix(1, 2) != rng.mix(2, 1)
+    assert rng.stream_of("bernoulli") != rng.stream_of("bernoulli_1")
+
+
+class Seeded(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+def test_seed_is_an_input_of_random_phases_only() -> None:
+    given = replace(problem(1), model=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)))
+    pipe = compiled(given, 2, 1)
+    assert [phase.is_random for stage in pipe.stages for phase in stage.phases.values()] == [False] * 6
+    assert pipe.stages[0].phases[Kind.F].port_names(Role.INPUT) == ("inputs[0]",)
