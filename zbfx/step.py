@@ -32,14 +32,18 @@ class Step:
         self.count = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        rows = self.signature.split(args, kwargs, self.microbatches)
-        return self.run(rows)
+        return self.run_as_traced(self.signature.split(args, kwargs, self.microbatches))
 
     def run_split(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Tensor:
         """One step from microbatches that are cut already: (positional, keyword) arguments of each."""
         if len(batches) != self.microbatches:
             raise InputError(f"expected {self.microbatches} microbatches, found {len(batches)}")
-        return self.run([self.signature.split(args, kwargs, 1)[0] for args, kwargs in batches])
+        return self.run_as_traced([self.signature.split(args, kwargs, 1)[0] for args, kwargs in batches])
+
+    def run_as_traced(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
+        """The graphs hold their gradients and casts: neither autograd nor an autocast around the step adds any."""
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            return self.run(rows)
 
     def run(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         raise AssertionError("a subclass runs the step")
@@ -75,7 +79,6 @@ class LocalStep(Step):
         named = self.runners[0].tensors.named
         return ((name, t) for name, t in named.items() if name in found and isinstance(t, nn.Parameter))
 
-    @torch.no_grad()
     def run(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         runs = []
         for runner in self.runners:
@@ -119,7 +122,6 @@ class RankStep(Step):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(self.runner.parameters.items())
 
-    @torch.no_grad()
     def run(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         if self.fault is not None:
             raise PipelineFault(
