@@ -118,6 +118,10 @@ def trained_eagerly(make: Maker, microbatches: int) -> tuple[list[float], dict[s
     return trained(problem, lambda batch: reference(batch, microbatches, problem.model)[0])
 
 
+def run_step(step: Callable[..., Tensor], batch: Problem) -> Tensor:
+    return step(*batch.inputs, *batch.targets)
+
+
 def trained_in_pipeline(make: Maker, microbatches: int) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
     """One run per schedule, all from the same parameters and the same stages."""
     problem = make(microbatches)
@@ -127,7 +131,7 @@ def trained_in_pipeline(make: Maker, microbatches: int) -> dict[str, tuple[list[
     for schedule in SCHEDULES:
         problem.model.load_state_dict(start)
         step = rescheduled(pipe, microbatches, schedule).run_local()
-        losses, parameters = trained(problem, lambda batch, step=step: step(*batch.inputs, *batch.targets))
+        losses, parameters = trained(problem, functools.partial(run_step, step))
         runs[schedule] = losses, {name: tensor.clone() for name, tensor in parameters.items()}
     return runs
 
