@@ -55,6 +55,8 @@ def compile(
     device = torch.device(device) if device is not None else device_of(model)
     hardware = cost.hardware_of(device)
     placement = placement_of(schedule, stages, stages_per_rank)
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise ZbfxError(f"microbatches is an integer >= 1; found {microbatches!r}")
     backend = checked_backend(backend, device)
 
     raw, signature = trace(model, loss_fn, example_inputs, dict(example_kwargs or {}), targets, device=device)

@@ -192,7 +192,7 @@ def as_joint(module: fx.GraphModule, signature: Signature, canonical: Mapping[st
         inputs.append(Port(Role.CONSTANT, name))
     output = graph.output_node()
     kept = [
-        (value, output_port(description, canonical))
+        (value, output_port(value, description, signature, canonical))
         for value, description in zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
         if value is not None
     ]
@@ -213,7 +213,7 @@ def input_port(description: Any, signature: Signature, canonical: Mapping[str, s
     raise TraceError(f"the model has an input that zbfx does not know: {description}")
 
 
-def output_port(description: Any, canonical: Mapping[str, str]) -> Port:
+def output_port(value: fx.Node, description: Any, signature: Signature, canonical: Mapping[str, str]) -> Port:
     match description:
         case _torch.PlainAOTOutput():
             return Port(Role.LOSS, "loss")
@@ -223,6 +223,7 @@ def output_port(description: Any, canonical: Mapping[str, str]) -> Port:
             return Port(Role.BUFFER_UPDATE, canonical[target.removeprefix(MODEL_PREFIX)])
         case _torch.InputMutationAOTOutput(mutated_input=mutated):
             raise TraceError(
-                f"the model writes in place into {mutated}; write into a copy (`x = x.clone()`) or a buffer"
+                f"the model writes in place into the {input_port(mutated, signature, canonical)}, at "
+                f"{value.meta.get('stack_trace') or 'an unknown line'}; write into a copy (`x = x.clone()`) or a buffer"
             )
     raise TraceError(f"the model has an output that zbfx does not know: {description}")
