@@ -1,0 +1,362 @@
+"""Bad input is refused with a message that says what was expected, what was found, where, and what to do.
+
+Run: pytest tests/test_errors.py (CPU, one process).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbfx
+from tests.models import Problem, gpt, mlp, numbers, squares
+from tests.reference import compiled
+from zbfx import InputError, InvalidSchedule, NoFeasibleSchedule, PipelineFault, TraceError, ZbfxError
+
+WIDTH = 6
+
+
+def line_of(function: Callable[..., Any], text: str) -> str:
+    """`file:line` of the line of a function that contains `text`."""
+    lines, start = inspect.getsourcelines(function)
+    offset = next(k for k, line in enumerate(lines) if text in line)
+    return f"{inspect.getsourcefile(function)}:{start + offset}"
+
+
+def refusal(problem: Problem, kind: type[ZbfxError] = ZbfxError, stages: int = 2, **options: Any) -> str:
+    """The message with which compile refuses a problem of two microbatches."""
+    with pytest.raises(kind) as caught:
+        compiled(problem, stages, 2, **options)
+    assert isinstance(caught.value, ZbfxError)
+    return str(caught.value)
+
+
+def step_refusal(problem: Problem, *args: Any, **kwargs: Any) -> str:
+    """The message with which a step of `problem` refuses other arguments; nothing has run when it comes."""
+    step = compiled(problem, 2, 2).run_local()
+    with pytest.raises(InputError) as caught:
+        step(*args, **kwargs)
+    assert all(parameter.grad is None for parameter in problem.model.parameters())
+    assert step.count == 0
+    return str(caught.value)
+
+
+def test_every_error_is_a_zbfx_error_and_a_value_error() -> None:
+    errors = (InputError, InvalidSchedule, NoFeasibleSchedule, PipelineFault, TraceError)
+    assert all(issubclass(error, ZbfxError) for error in errors)
+    assert issubclass(ZbfxError, ValueError)
+    assert issubclass(PipelineFault, RuntimeError)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return h * 2 if h.sum() > 0 else h - 1
+
+
+class Routing(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        chosen = int(h.sum(0).argmax().item())
+        return h * chosen
+
+
+class Selecting(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return h[h > 0]
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [(Branching, "if h.sum() > 0"), (Routing, ".item()"), (Selecting, "h[h > 0]")],
+    ids=["if", "item", "mask"],
+)
+def test_control_flow_by_values(model: type[nn.Module], text: str) -> None:
+    message = refusal(Problem(model(), squares, (numbers(4, WIDTH),)), TraceError)
+    assert line_of(model.forward, text) in message
+    assert "value" in message
+    assert "Use torch.where or torch.cond" in message
+
+
+def test_error_of_the_model_itself_names_its_line() -> None:
+    class Wrong(Branching):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) @ x
+
+    message = refusal(Problem(Wrong(), squares, (numbers(4, WIDTH),)), TraceError)
+    assert line_of(Wrong.forward, "@ x") in message
+    assert "cannot be traced" in message
+
+
+def test_model_that_cannot_be_copied() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    model.stream = (word for word in ("a", "b"))  # type: ignore[assignment]
+    message = refusal(Problem(model, squares, (numbers(4, WIDTH),)), TraceError)
+    assert "copy.deepcopy" in message
+    assert "generator" in message
+
+
+def test_write_into_an_input() -> None:
+    class Writing(Branching):
+        def forward(self, x: Tensor) -> Tensor:
+            x += 1
+            return self.layer(x)
+
+    message = refusal(Problem(Writing(), squares, (numbers(4, WIDTH),)), TraceError)
+    assert "inputs[0]" in message
+    assert line_of(Writing.forward, "x += 1") in message
+    assert "x.clone()" in message
+
+
+def test_write_into_a_parameter() -> None:
+    class Writing(Branching):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.layer.weight.mul_(0.5)
+            return self.layer(x)
+
+    message = refusal(Problem(Writing(), squares, (numbers(4, WIDTH),)), TraceError)
+    assert "layer.weight" in message
+
+
+def test_loss_that_does_not_require_grad() -> None:
+    problem = mlp(2)
+    problem.model.requires_grad_(False)
+    message = refusal(problem, TraceError)
+    assert "loss_fn" in message
+    assert "does not require grad" in message
+    assert "requires_grad of the parameters" in message
+
+
+def test_detached_loss() -> None:
+    problem = replace(mlp(2), loss_fn=lambda output, targets: squares(output - targets).detach())
+    assert "detaches the loss" in refusal(problem, TraceError)
+
+
+def test_loss_that_is_no_scalar() -> None:
+    problem = replace(mlp(2), loss_fn=lambda output, targets: (output - targets).square())
+    message = refusal(problem, TraceError)
+    assert "scalar loss" in message
+    assert "shape (2, 8)" in message
+
+
+@pytest.mark.parametrize("loss", [None, 3.0, {"loss": 1}])
+def test_loss_that_is_no_tensor(loss: Any) -> None:
+    message = refusal(replace(mlp(2), loss_fn=lambda output, targets: loss), TraceError)
+    assert f"found {type(loss).__name__}" in message
+
+
+def test_model_without_a_loss() -> None:
+    message = refusal(replace(mlp(2), loss_fn=None, targets=()), TraceError)
+    assert "the model must return a scalar loss" in message
+    assert "Pass loss_fn=" in message
+
+
+def test_more_stages_than_can_be_cut() -> None:
+    problem = Problem(nn.Linear(WIDTH, WIDTH), squares, (numbers(4, WIDTH),))
+    message = refusal(problem, stages=40)
+    assert "stages=40" in message
+    assert "at most" in message
+    most = int(message.split("at most ")[1].split()[0])
+    assert len(compiled(problem, most, 2).stages) == most
+
+
+@pytest.mark.parametrize("stages", [0, -1, 1.5, "2"])
+def test_stages_that_are_no_count(stages: Any) -> None:
+    message = refusal(mlp(2), stages=stages)
+    assert repr(stages) in message
+    assert "integer >= 1" in message
+
+
+@pytest.mark.parametrize("microbatches", [0, -3, 2.0, None])
+def test_microbatches_that_are_no_count(microbatches: Any) -> None:
+    problem = mlp(1)
+    with pytest.raises(ZbfxError, match="microbatches") as caught:
+        zbfx.compile(
+            problem.model,
+            stages=2,
+            microbatches=microbatches,
+            example_inputs=problem.inputs,
+            example_targets=problem.targets,
+            loss_fn=problem.loss_fn,
+            schedule="gpipe",
+        )
+    assert repr(microbatches) in str(caught.value)
+
+
+def test_unknown_cut() -> None:
+    message = refusal(mlp(2), cuts=["no_such_layer"])
+    assert "'no_such_layer'" in message
+    assert "Known: 0, 1, 2" in message
+
+
+def test_wrong_number_of_cuts() -> None:
+    message = refusal(mlp(2), stages=3, cuts=["4"])
+    assert "3 stages have 2 cuts" in message
+    assert "found 1" in message
+
+
+@pytest.mark.parametrize("cuts", [["8", "4"], ["0", "4"], ["4", "4"]])
+def test_cuts_out_of_order(cuts: list[str]) -> None:
+    message = refusal(mlp(2), stages=3, cuts=cuts)
+    assert "in the order in which they run" in message
+    assert str(cuts) in message
+
+
+def test_unknown_schedule() -> None:
+    message = refusal(mlp(2), schedule="zb-h9")
+    assert "'zb-h9'" in message
+    assert "zb-h1" in message
+
+
+def test_order_that_lacks_an_action() -> None:
+    message = refusal(mlp(2), InvalidSchedule, stages=1, schedule=["F0.0 F0.1 B0.0 B0.1 W0.0"])
+    assert "W0.1 is missing" in message
+
+
+def test_order_that_waits_for_itself() -> None:
+    orders = ["F0.0 BW0.0 F0.1 BW0.1", "F1.0 F1.1 BW1.0 BW1.1"]
+    assert "deadlock" in refusal(mlp(2), InvalidSchedule, schedule=orders)
+
+
+def test_infeasible_memory_limit_names_the_smallest() -> None:
+    problem = gpt(2)
+    with pytest.raises(NoFeasibleSchedule) as caught:
+        compiled(problem, 2, 2, schedule="auto", mem_limit=1)
+    limit = caught.value.smallest_limit
+    assert limit > 1
+    assert max(compiled(problem, 2, 2, schedule="auto", mem_limit=limit).schedule.peak_bytes) <= limit
+
+
+def test_batch_that_does_not_divide() -> None:
+    message = step_refusal(mlp(2), numbers(5, 8), numbers(5, 8))
+    assert "inputs[0]" in message
+    assert "(4, 8)" in message
+    assert "2 microbatches of 2 each" in message
+    assert "found (5, 8)" in message
+    assert "compile again" in message
+
+
+def test_targets_that_are_too_short() -> None:
+    message = step_refusal(mlp(2), numbers(4, 8), numbers(2, 8))
+    assert "targets[0]" in message
+    assert "found (2, 8)" in message
+
+
+def test_other_inner_shape() -> None:
+    assert "found (4, 7)" in step_refusal(mlp(2), numbers(4, 7), numbers(4, 8))
+
+
+def test_other_dtype() -> None:
+    message = step_refusal(mlp(2), numbers(4, 8).double(), numbers(4, 8))
+    assert "expected dtype torch.float32" in message
+    assert "found torch.float64" in message
+
+
+def test_missing_and_unknown_arguments() -> None:
+    message = step_refusal(mlp(2), numbers(4, 8))
+    assert "expected (inputs[0], targets[0])" in message
+    assert "found (inputs[0])" in message
+    assert "mask" in step_refusal(mlp(2), numbers(4, 8), numbers(4, 8), mask=numbers(4))
+
+
+@pytest.mark.parametrize("value", [None, 3.0, "text", [1.0, 2.0]])
+def test_something_else_where_a_tensor_was(value: Any) -> None:
+    assert "inputs[0]" in step_refusal(mlp(2), value, numbers(4, 8))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, scale: Any = 1.0, mode: str | None = None) -> Tensor:
+        return torch.tanh(self.layer(x)) * scale
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"scale": 3.0, "mode": "a"}, {"scale": 2, "mode": "a"}, {"scale": 2.0, "mode": "b"}, {"scale": 2.0, "mode": None}],
+)
+def test_value_that_the_graph_holds_must_stay(given: dict[str, Any]) -> None:
+    problem = Problem(Scaled(), squares, (numbers(4, 8),), (), {"scale": 2.0, "mode": "a"})
+    message = step_refusal(problem, *problem.inputs, **given)
+    changed = "mode" if given["mode"] != "a" else "scale"
+    assert message.startswith(f"{changed} was {problem.kwargs[changed]!r} when the model was traced")
+    assert f"found {given[changed]!r}" in message
+    assert "Pass it as a tensor, or compile again" in message
+
+
+def test_tensor_where_a_value_was() -> None:
+    problem = Problem(Scaled(), squares, (numbers(4, 8),), (), {"scale": 2.0})
+    assert "scale was 2.0" in step_refusal(problem, *problem.inputs, scale=torch.tensor(2.0))
+
+
+def test_tensor_that_every_microbatch_gets_whole() -> None:
+    problem = Problem(Scaled(), squares, (numbers(4, 8),), (), {"scale": torch.ones(8)})
+    pipe = zbfx.compile(
+        problem.model,
+        stages=1,
+        microbatches=2,
+        example_inputs=(numbers(2, 8),),
+        example_kwargs={"scale": torch.ones(8)},
+        loss_fn=squares,
+        schedule="gpipe",
+    )
+    with pytest.raises(InputError, match="given to every microbatch whole") as caught:
+        pipe.run_local()(numbers(4, 8), scale=torch.ones(4))
+    assert "found (4,)" in str(caught.value)
+
+
+def test_microbatches_that_are_cut_already() -> None:
+    problem = mlp(2)
+    step = compiled(problem, 2, 2).run_local()
+    cut = [((x, y), {}) for x, y in zip(numbers(4, 8).chunk(2), numbers(4, 8, seed=2).chunk(2), strict=True)]
+    loss = step.run_split(cut)
+    assert torch.equal(loss, compiled(problem, 2, 2).run_local()(*problem.inputs, *problem.targets))
+    with pytest.raises(InputError, match="expected 2 microbatches, found 1"):
+        step.run_split(cut[:1])
+
+
+def test_model_without_data() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    pipe = compiled(replace(mlp(2), model=model), 2, 2)
+    with pytest.raises(ZbfxError, match=r"0\.weight is on the meta device") as caught:
+        pipe.run_local()
+    assert "to_empty" in str(caught.value)
+
+
+def test_bind_without_torch_distributed() -> None:
+    with pytest.raises(ZbfxError, match="torchrun") as caught:
+        compiled(mlp(2), 2, 2).bind()
+    assert "init_process_group" in str(caught.value)
+    assert "run_local()" in str(caught.value)
+
+
+def test_fault_in_a_local_step_names_rank_step_and_action() -> None:
+    problem = mlp(2)
+    step = compiled(problem, 2, 2).run_local()
+    step(*problem.inputs, *problem.targets)
+    call = next(call for call in step.runners[1].calls if call.phase.name == "B1")
+    call.forward = failing  # type: ignore[method-assign]
+    with pytest.raises(PipelineFault) as caught:
+        step(*problem.inputs, *problem.targets)
+    assert "rank 1, step 1, action B1.0 (stage 1, microbatch 0)" in str(caught.value)
+    assert "ArithmeticError: on purpose" in str(caught.value)
+    assert isinstance(caught.value.__cause__, ArithmeticError)
+
+
+def failing(*_: Any) -> Any:
+    raise ArithmeticError("on purpose")
