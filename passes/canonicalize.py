@@ -68,7 +68,9 @@ def clone_written_buffers(joint: Joint) -> None:
             with joint.graph.inserting_before(first_use):
                 clone = joint.graph.call_function(aten.clone.default, (placeholder,))
             clone.meta = {**placeholder.meta, "is_backward": False}
-            placeholder.replace_all_uses_with(clone, delete_user_cb=lambda user, clone=clone: user is not clone)
+            for user in list(placeholder.users):
+                if user is not clone:
+                    user.replace_input_with(placeholder, clone)
 
 
 def separate_contributions(joint: Joint) -> Joint:
@@ -98,8 +100,8 @@ def contributions(value: fx.Node, graph: fx.Graph) -> list[fx.Node]:
             views = []
             for term in terms:
                 with graph.inserting_before(value):
-                    view = graph.node_copy(value, lambda _, term=term: term)
-                views.append(view)
+                    views.append(graph.node_copy(value))
+                views[-1].replace_input_with(value.all_input_nodes[0], term)
             return views
     return [value]
 

@@ -11,6 +11,7 @@ import itertools
 import re
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -120,9 +121,10 @@ def build(split: Split, key: Key, content: Content, results: set[fx.Node]) -> Ph
     seed = graph.placeholder("seed") if random else None
     for node in content.nodes:
         if is_random(node):
-            args = fx.map_arg(node.args, lambda n: copies[n])
+            args: Any = fx.map_arg(node.args, lambda n: copies[n])
+            op: Any = node.target
             stream = stream_of(line.original.get(node, node).name)
-            copies[node] = graph.call_function(seeded, (node.target, stream, seed, *args), dict(node.kwargs))  # type: ignore[misc]
+            copies[node] = graph.call_function(seeded, (op, stream, seed, *args), dict(node.kwargs))
             copies[node].meta = dict(node.meta)
         else:
             copies[node] = graph.node_copy(node, lambda n: copies[n])

@@ -59,7 +59,7 @@ def flops(node: fx.Node) -> int:
     formula = flop_formula(node)
     if formula is None:
         return 0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[arg-type]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     if node.target in ATTENTION_FORWARD:
         args, kwargs = args[:4] if "backward" in str(node.target) else args[:3], {}
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))

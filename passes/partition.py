@@ -151,8 +151,8 @@ def glued(joint: Joint, line: Line) -> numpy.ndarray:
     read and its write."""
     forbidden = numpy.zeros(len(line.forward) + 1, dtype=bool)
     for k, node in enumerate(line.forward):
-        if node.target is operator.getitem and node.args[0] in line.position:
-            forbidden[line.position[node.args[0]] + 1 : k + 1] = True
+        if node.target is operator.getitem and (source := node.all_input_nodes[0]) in line.position:
+            forbidden[line.position[source] + 1 : k + 1] = True
     reads = {str(n.args[0]): k for k, n in enumerate(line.forward) if n.args and is_placeholder(n.args[0])}
     names = {port.name: str(node) for node, port in joint.input_ports().items()}
     for value, port in zip(joint.output_values, joint.outputs, strict=True):

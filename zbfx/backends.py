@@ -63,7 +63,8 @@ class CapturedStep(RankStep):
             self.capture()
         else:
             self.runner.start_gradients()
-        assert self.graph is not None and self.static_loss is not None, "captured"
+        assert self.graph is not None, "captured"
+        assert self.static_loss is not None, "captured"
         self.graph.replay()
         return self.static_loss.clone()
 

@@ -83,8 +83,8 @@ class Signature:
                 tensors.append(value)
             elif type(leaf.value) is not type(value) or not same_value(leaf.value, value):
                 raise InputError(
-                    f"{leaf.name} was {leaf.value!r} when the model was traced and is part of the graph; found {value!r}. "
-                    f"Pass it as a tensor, or compile again with this value"
+                    f"{leaf.name} was {leaf.value!r} when the model was traced and is part of the graph; found "
+                    f"{value!r}. Pass it as a tensor, or compile again with this value"
                 )
         return tensors
 
@@ -109,7 +109,7 @@ class Signature:
                 )
                 raise InputError(
                     f"{spec.name}: expected shape {expected} ({reason}), found {tuple(tensor.shape)}. "
-                    f"Give a batch of that size, or compile again with another example microbatch or number of microbatches"
+                    f"Give a batch of that size, or compile again with another example microbatch or microbatches="
                 )
             if tensor.dtype != spec.dtype:
                 raise InputError(

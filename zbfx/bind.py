@@ -30,7 +30,8 @@ def check_same_plan(digests: Sequence[object]) -> None:
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if different:
         raise ZbfxError(
-            f"ranks {different} hold another plan than rank 0. Compile with the same model, arguments and costs on every rank"
+            f"ranks {different} hold another plan than rank 0. "
+            f"Compile with the same model, arguments and costs on every rank"
         )
 
 

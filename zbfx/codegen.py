@@ -2,7 +2,8 @@
 
 For each action of the rank's order the program receives what other ranks made for it, calls the stage's phase, and
 sends what other ranks need. Receives are posted one action ahead, on each channel in the order in which the other side
-sends; what was sent is let go once the plan says that it has arrived. A value dies after its last use: fx writes that as `x = None` into the code, and the runtime does the same.
+sends; what was sent is let go once the plan says that it has arrived. A value dies after its last use: fx writes that
+as `x = None` into the code, and the runtime does the same.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class PhaseCall(nn.Module):
         super().__init__()
         self.phase = phase
         self.run: Callable[..., Any] = phase.module
-        place = {
+        place: dict[str, tuple[int, int | None]] = {
             name: (i, k) for i, item in enumerate(arguments) for k, name in enumerate(item) if isinstance(item, tuple)
         }
         place |= {item: (i, None) for i, item in enumerate(arguments) if isinstance(item, str)}

@@ -50,6 +50,8 @@ class Transport(Protocol):
 
     def finish(self) -> None: ...
 
+    def drop(self) -> None: ...
+
 
 def post(transport: Transport, key: str) -> None:
     """Get ready for a message that will be received."""
@@ -73,7 +75,8 @@ def release(transport: Transport, key: str) -> None:
 
 def laid_out(value: Tensor, layout: TensorLayout | TensorSpec) -> Tensor:
     """The value with the strides that the receiver's graph was traced with."""
-    assert value.shape == layout.shape and value.dtype == layout.dtype, (value.shape, value.dtype, layout)
+    assert value.shape == layout.shape, (value.shape, layout)
+    assert value.dtype == layout.dtype, (value.dtype, layout)
     if value.stride() == layout.stride:
         return value
     result = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=value.device)
@@ -110,10 +113,13 @@ class LocalTransport:
     def finish(self) -> None:
         """Nothing is on its way once a program has ended."""
 
+    def drop(self) -> None:
+        self.mailbox.clear()
+
 
 def new_group(ranks: Iterable[int], timeout: timedelta) -> dist.ProcessGroup:
     """A process group; every process of the world calls this, member or not."""
-    return dist.new_group(sorted(ranks), timeout=timeout)  # type: ignore[return-value]
+    return dist.new_group(sorted(ranks), timeout=timeout)
 
 
 class Channels:
@@ -228,8 +234,8 @@ class GroupTransport:
             work.wait()
         except RuntimeError as error:
             raise PipelineFault(
-                f"rank {self.channels.rank}: waiting for message {key} {direction} rank {peer}, which is lost, or slower "
-                f"than the timeout: {error}"
+                f"rank {self.channels.rank}: waiting for message {key} {direction} rank {peer}, which is lost, or "
+                f"slower than the timeout: {error}"
             ) from error
 
     def drop(self) -> None:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from torch import Tensor, fx
 
 from zbfx.plan import Kind
 
 
-class Role(str, Enum):
+class Role(StrEnum):
     """What an input or output of a joint graph is."""
 
     PARAMETER = "parameter"

@@ -1,4 +1,4 @@
-"""Costs taken on the device: seconds of single nodes (for the partition), of whole phases and of messages (for the plan).
+"""Costs taken on the device: of single nodes (for the partition), of whole phases and of messages (for the plan).
 
 Everything is timed in the state in which it will run: many repetitions back to back, as one captured CUDA graph where
 there is a GPU, so that neither launches nor cold clocks enter. All ranks measure at the same time, each its own
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -18,12 +19,43 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from zbfx.cost import Hardware, estimate, node_s
+from zbfx.errors import ZbfxError
 from zbfx.graphs import Joint, Phase, Stage
 from zbfx.passes.nodes import is_view
 from zbfx.plan import CostTable, Edge, Kind, StageCost
 
 REPETITIONS = 8  # calls per timing, back to back
 TIMINGS = 5  # of which the median counts
+
+
+def node_timer(
+    costs: CostTable | str, joint: Joint, hardware: Hardware, device: torch.device
+) -> Callable[[fx.Node], float]:
+    """Seconds of a node of the joint graph: measured if `costs` asks for it, estimated otherwise."""
+    if costs != "measure":
+        return lambda node: node_s(node, hardware)
+    seconds = node_seconds(joint, hardware, device)
+    return lambda node: seconds.get(node.name, 0.0)
+
+
+def cost_table(
+    costs: CostTable | str,
+    stages: Sequence[Stage],
+    placement: Sequence[int],
+    hardware: Hardware,
+    device: torch.device,
+    compiled: Callable[[Phase], Callable[..., Any]],
+) -> CostTable:
+    """The costs to plan from: the given table, measured ones ("measure") or estimated ones ("estimate")."""
+    if isinstance(costs, CostTable):
+        if costs.placement != tuple(placement):
+            raise ZbfxError(f"costs are for the placement {tuple(placement)}; found one for {costs.placement}")
+        return costs
+    if costs == "measure":
+        return measured_costs(stages, placement, hardware, device, compiled)
+    if costs == "estimate":
+        return estimate(stages, placement, hardware)
+    raise ZbfxError(f"costs is 'estimate', 'measure' or a CostTable; found {costs!r}")
 
 
 def device_s(call: Callable[[], Any], device: torch.device) -> float:
@@ -57,7 +89,7 @@ def graph_s(call: Callable[[], Any]) -> float:
         graph.replay()
         mark.record()
     torch.cuda.synchronize()
-    return median(a.elapsed_time(b) / 1e3 / REPETITIONS for a, b in zip(marks, marks[1:], strict=False))
+    return median(a.elapsed_time(b) / 1e3 / REPETITIONS for a, b in pairwise(marks))
 
 
 def dummy(value: Any, device: torch.device) -> Any:
@@ -97,9 +129,9 @@ def one_node_s(node: fx.Node, hardware: Hardware, device: torch.device) -> float
     if any(not isinstance(value, Tensor) for value in values.values()):
         return node_s(node, hardware)
     made = {source: dummy(value, device) for source, value in values.items()}
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: made[n])  # type: ignore[arg-type]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: made[n])
     try:
-        return device_s(lambda: node.target(*args, **kwargs), device)  # type: ignore[operator, arg-type]
+        return device_s(lambda: node.target(*args, **kwargs), device)  # type: ignore[operator]
     except (RuntimeError, ValueError, IndexError):
         return node_s(node, hardware)
 

@@ -28,7 +28,7 @@ class TensorLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """Values that one action makes for a stage on another rank. `key` reads like `F0.3>1`: made by F0.3, for stage 1."""
+    """Values that one action makes for a stage on another rank. `key` reads like `F0.3>1`: by F0.3, for stage 1."""
 
     key: str
     producer: Action | None  # None: after the last action
@@ -124,6 +124,7 @@ def post_positions(incoming: Sequence[Message], order: Sequence[Action]) -> dict
         earliest = len(order)
         positions = []
         for message in reversed(channel):
+            assert message.consumer is not None, "a message between actions"
             earliest = min(earliest, max(0, needed_at[message.consumer] - POST_AHEAD))
             positions.append(earliest)
         for message, position in zip(channel, reversed(positions), strict=True):
@@ -144,7 +145,8 @@ def release_positions(outgoing: Sequence[Message], schedule: Schedule, rank: int
     positions = {action: position for position, action in enumerate(order)}
     releases: dict[int, list[Message]] = defaultdict(list)
     for message in outgoing:
-        assert message.producer is not None and message.consumer is not None, "a message between actions"
+        assert message.producer is not None, "a message between actions"
+        assert message.consumer is not None, "a message between actions"
         position = max(positions[message.producer] + 1, bisect_left(starts, start_s[message.consumer]))
         if position < len(order):
             releases[position].append(message)

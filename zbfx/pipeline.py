@@ -7,20 +7,18 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zbfx import comm, cost
+from zbfx import comm, cost, measure
 from zbfx.backends import CapturedStep, checked_backend, phase_compiler
 from zbfx.batch import Signature
 from zbfx.bind import check_same_plan, checked_rank, move_to
 from zbfx.codegen import Program, generate
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Joint, Role, Stage
-from zbfx.measure import from_first_rank, measured_costs, node_seconds
 from zbfx.messages import SharedGradient, shared_gradients
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.extract import extract
@@ -62,24 +60,11 @@ def compile(
     raw, signature = trace(model, loss_fn, example_inputs, dict(example_kwargs or {}), targets, device=device)
     examples = tuple(signature.flatten((*example_inputs, *targets), dict(example_kwargs or {})))
     joint = canonicalize(raw)
-    measure = costs == "measure"
-    node_s = partial(cost.node_s, hardware=hardware)
-    if measure:
-        seconds = node_seconds(joint, hardware, device)
-        node_s = lambda node: seconds.get(node.name, 0.0)
+    node_s = measure.node_timer(costs, joint, hardware, device)
     placed = partition(joint, len(placement), seconds=node_s, bytes_per_s=hardware.link_bytes_per_s, cuts=cuts)
     stage_graphs = extract(split(placed))
-    if isinstance(costs, CostTable):
-        table = costs
-    elif measure:
-        table = measured_costs(stage_graphs, placement, hardware, device, phase_compiler(backend))
-    else:
-        table = cost.estimate(stage_graphs, placement, hardware)
-    best = (
-        from_first_rank(plan(table, microbatches, schedule=schedule, mem_limit=mem_limit))
-        if measure
-        else plan(table, microbatches, schedule=schedule, mem_limit=mem_limit)
-    )
+    table = measure.cost_table(costs, stage_graphs, placement, hardware, device, phase_compiler(backend))
+    best = measure.from_first_rank(plan(table, microbatches, schedule=schedule, mem_limit=mem_limit))
     programs = generate(stage_graphs, best)
     return Pipeline(model, loss_fn, signature, examples, raw, stage_graphs, best, programs, device, backend)
 
@@ -157,9 +142,10 @@ class Pipeline:
     def bind(self, rank: int | None = None, *, timeout_s: float = 600.0, seed: int | None = None) -> RankStep:
         """This process's part of the pipeline, over torch.distributed (call `init_process_group` first).
 
-        The pipeline's ranks are the processes of torch.distributed; `rank`, if given, must be this process's. Moves the parameters of this rank's stages to the pipeline's device, creates and warms the communicators,
-        checks that all ranks hold the same plan, and makes tied parameters equal. `timeout_s` bounds every wait for
-        another rank. `seed` fixes the random numbers; by default they follow rank 0's `torch.manual_seed`.
+        The pipeline's ranks are the processes of torch.distributed; `rank`, if given, must be this process's. Moves
+        the parameters of this rank's stages to the pipeline's device, creates and warms the communicators, checks that
+        all ranks hold the same plan, and makes tied parameters equal. `timeout_s` bounds every wait for another rank.
+        `seed` fixes the random numbers; by default they follow rank 0's `torch.manual_seed`.
 
         Raises `ZbfxError` if torch.distributed is not initialised, has another number of ranks, or plans differ.
         """

@@ -113,7 +113,10 @@ class RankRunner:
         return parameter.grad
 
     def run(self, microbatches: Sequence[comm.Microbatch], step: int) -> Run:
-        """Execute the program; yields its position while a message that it needs has not arrived. Returns the microbatches' losses."""
+        """Execute the program; yields its position while a message that it needs has not arrived.
+
+        Returns the losses of the microbatches, in order, on the rank that computes them.
+        """
         environment: dict[fx.Node, Any] = dict(zip(self.nodes, (self.transport, *microbatches), strict=False))
 
         def load(node: fx.Node) -> Any:
@@ -121,18 +124,19 @@ class RankRunner:
 
         for index, node in enumerate(self.nodes):
             if node.op == "output":
-                losses: tuple[Tensor, ...] = fx.map_arg(node.args[0], load)  # type: ignore[assignment]
+                losses: Any = fx.map_arg(node.args[0], load)
                 break
             if node.op == "placeholder":
                 continue
             if node.target is comm.receive:
                 while not self.transport.ready(str(node.args[1])):
                     yield index
-            args = fx.map_arg(node.args, load)
+            args: Any = fx.map_arg(node.args, load)
+            target: Any = node.target
             if node.op == "call_module":
-                environment[node] = self.call(node, args, step)  # type: ignore[arg-type]
+                environment[node] = self.call(node, args, step)
             else:
-                environment[node] = node.target(*args)  # type: ignore[operator]
+                environment[node] = target(*args)
             del args
             for dead in self.dying[index]:
                 del environment[dead]

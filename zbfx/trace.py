@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def checked_loss(loss: Any, source: str) -> Tensor:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise TraceError(
             f"{source} must return a scalar loss; found {found}. "
-            f"Pass loss_fn=(outputs, *targets) -> scalar, or let the model return its loss (as `.loss`, or first of a tuple)"
+            f"Pass loss_fn=(outputs, *targets) -> scalar, or let the model return its loss (as `.loss`, or first)"
         )
     if not loss.requires_grad:
         raise TraceError(
@@ -81,7 +82,7 @@ class UserLines(TorchFunctionMode):
         self.modules.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith(LIBRARY_FOLDERS):
             frame = frame.f_back
         if frame is not None:
@@ -130,7 +131,7 @@ def trace(
 
 
 def named_tensors(model: nn.Module, loss_fn: Any) -> dict[str, Tensor]:
-    """Every parameter and buffer under each of its names: the model's own names, and `loss_fn.` before those of the loss."""
+    """Every parameter and buffer under each of its names; those of a loss module begin with `loss_fn.`."""
     named = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
