@@ -322,6 +322,7 @@ def test_tensor_that_every_microbatch_gets_whole() -> None:
 def test_microbatches_that_are_cut_already() -> None:
     problem = mlp(2)
     step = compiled(problem, 2, 2).run_local()
+    cut: list[tuple[tuple[Tensor, ...], dict[str, Tensor]]]
     cut = [((x, y), {}) for x, y in zip(numbers(4, 8).chunk(2), numbers(4, 8, seed=2).chunk(2), strict=True)]
     loss = step.run_split(cut)
     assert torch.equal(loss, compiled(problem, 2, 2).run_local()(*problem.inputs, *problem.targets))
@@ -345,12 +346,12 @@ def test_bind_without_torch_distributed() -> None:
     assert "run_local()" in str(caught.value)
 
 
-def test_fault_in_a_local_step_names_rank_step_and_action() -> None:
+def test_fault_in_a_local_step_names_rank_step_and_action(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = mlp(2)
     step = compiled(problem, 2, 2).run_local()
     step(*problem.inputs, *problem.targets)
     call = next(call for call in step.runners[1].calls if call.phase.name == "B1")
-    call.forward = failing  # type: ignore[method-assign]
+    monkeypatch.setattr(call, "forward", failing)
     with pytest.raises(PipelineFault) as caught:
         step(*problem.inputs, *problem.targets)
     assert "rank 1, step 1, action B1.0 (stage 1, microbatch 0)" in str(caught.value)
