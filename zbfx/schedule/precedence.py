@@ -2,7 +2,7 @@
 
 Heads and tails (earliest starts, latest ends) follow from releases, deadlines, arcs and the work that must lie between;
 where one of two actions of a rank cannot come first any more, the other must, and that moves heads and tails again
-(immediate selection in a disjunctive problem: Carlier and Pinson, 1989).
+(immediate selection in a disjunctive problem: Carlier and Pinson, 1989). The memory limit forces orders likewise.
 """
 
 from __future__ import annotations
@@ -59,8 +59,11 @@ def rank_members(window: Window) -> list[list[int]]:
     return rows
 
 
-def forced_precedence(window: Window, cost_ticks: int) -> Precedence | None:
-    """Everything that immediate selection finds, or None if no order costs `cost_ticks` or less."""
+def forced_precedence(window: Window, cost_ticks: int, limits: Sequence[int] | None) -> Precedence | None:
+    """All forced orders that are found, or None if no order costs `cost_ticks` or less.
+
+    `limits`: memory units per rank.
+    """
     if window.floor_ticks > cost_ticks:
         return None
     count = len(window.codes)
@@ -68,21 +71,25 @@ def forced_precedence(window: Window, cost_ticks: int) -> Precedence | None:
     found = Precedence(window, [0] * count, [0] * count, list(window.releases), deadlines)
     for a, b, _ in window.arcs:
         found.require(a, b)
-    return found if tighten(found) else None
+    return found if tighten(found, limits) else None
 
 
-def tighten(found: Precedence) -> bool:
-    """Repeat until nothing changes. False if there is no order within the deadlines."""
+def tighten(found: Precedence, limits: Sequence[int] | None) -> bool:
+    """Repeat until nothing changes. False if no order is left."""
     into, out = arcs_by_end(found.window)
     rows = rank_members(found.window)
-    changed = True
-    while changed:
+    known = -1
+    while known != (known := sum(mask.bit_count() for mask in found.before)):
         raise_heads(found, into, rows)
         lower_ends(found, out, rows)
         if any(h + t > e for h, t, e in zip(found.heads, found.window.ticks, found.ends, strict=True)):
             return False
-        changed = select(found)
-        if changed is None:
+        if not select_by_time(found):
+            return False
+        if limits is not None and not all(
+            select_by_memory(found, actions, limits[rank] - found.window.held[rank])
+            for rank, actions in enumerate(rows)
+        ):
             return False
     return True
 
@@ -125,18 +132,34 @@ def lower_ends(found: Precedence, out: Sequence[Sequence[tuple[int, int]]], rows
         ends[a] = end
 
 
-def select(found: Precedence) -> bool | None:
-    """Order every pair of which only one way fits between heads and ends. None if neither way fits."""
+def select_by_time(found: Precedence) -> bool:
+    """Order every pair of which only one way fits between heads and ends. False if neither way fits."""
     ticks, heads, ends = found.window.ticks, found.heads, found.ends
-    changed = False
     for a, b in found.open_pairs():
         a_first = heads[a] + ticks[a] + ticks[b] <= ends[b]
         b_first = heads[b] + ticks[b] + ticks[a] <= ends[a]
-        if a_first and b_first:
-            continue
         if not a_first and not b_first:
-            return None
-        if not found.ordered(a, b):
+            return False
+        if not (a_first and b_first) and not found.ordered(a, b):
             found.require(*((a, b) if a_first else (b, a)))
-            changed = True
-    return changed
+    return True
+
+
+def select_by_memory(found: Precedence, actions: Sequence[int], free_units: int) -> bool:
+    """Before an action that takes memory, order what must have released some and what must not yet have taken any.
+
+    False if the action does not fit even after all that may release memory before it.
+    """
+    grows = found.window.grows
+    for b in actions:
+        if grows[b] <= 0:
+            continue
+        open_actions = [a for a in actions if a != b and not found.ordered(a, b)]
+        spare = free_units - grows[b] - sum(min(0, grows[a]) for a in open_actions)
+        spare -= sum(grows[a] for a in actions if found.before[b] >> a & 1)
+        if spare < 0:
+            return False
+        for a in open_actions:
+            if abs(grows[a]) > spare and not found.ordered(a, b):
+                found.require(*((a, b) if grows[a] < 0 else (b, a)))
+    return True

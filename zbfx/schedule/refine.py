@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from random import Random
 from time import perf_counter
 
-from zbfx.schedule.exact import Instance
+from zbfx.schedule.exact import BW, B, Instance, W
 from zbfx.schedule.ilp import Program, formulate, starts_of
 from zbfx.schedule.longest_path import iteration_ticks, peak_units, run
 from zbfx.schedule.precedence import Precedence, forced_precedence
 from zbfx.schedule.solver import Answer, SolverFailed, solve
-from zbfx.schedule.window import TimedOrders, Window, open_window
+from zbfx.schedule.window import TimedOrders, open_window
 
 Solve = Callable[[Program, float], Answer]
 
 FIRST_PAIRS, FIRST_LIMIT_S, GROWTH = 120, 8.0, 1.6  # open pairs of a window, seconds for it; growth per idle sweep
-LEAST_S = 2.5  # less is not worth starting a solver
+LEAST_S = 1.5  # less is not worth starting a solver
 MOST_FAILURES = 3
 RESOLUTION = 100_000  # gains below the longest action divided by this drown in a solver's tolerances
 
@@ -43,6 +43,7 @@ class Refinement:
     solve: Solve = solve
     notes: list[str] = field(default_factory=list)
     failures: int = 0
+    settled: bool = False
 
     def __post_init__(self) -> None:
         self.take(TimedOrders.of(self.problem, self.orders))
@@ -53,10 +54,11 @@ class Refinement:
 
     def running(self) -> bool:
         open_gap = self.cost_ticks - self.bound_ticks >= self.least_gain
-        return open_gap and self.failures < MOST_FAILURES and self.deadline_s - perf_counter() > LEAST_S
+        working = not self.settled and self.failures < MOST_FAILURES
+        return open_gap and working and self.deadline_s - perf_counter() > LEAST_S
 
     def run(self) -> None:
-        """Refine until the bound is met, the whole problem is decided, the solver keeps failing, or the time is up."""
+        """Refine until the bound is met, the whole problem is settled, the solver keeps failing, or the time is up."""
         random = Random(self.seed)
         pairs, limit_s = FIRST_PAIRS, FIRST_LIMIT_S
         while self.running():
@@ -72,16 +74,23 @@ class Refinement:
             last, forced = self.widest(first, pairs)
             refuted = forced is None or self.improve(first, last, forced, limit_s)
             if refuted and first == 0 and last == total:
-                self.bound_ticks = self.cost_ticks - self.least_gain + 1
-                self.notes.append("integer program: no cheaper order exists")
+                self.settle("the solver" if forced else "propagation")
+                return
             first += 1 + random.randrange(max(1, 2 * (last - first) // 3))
+
+    def settle(self, who: str) -> None:
+        """No order of these actions is cheaper, so says `who`."""
+        self.settled = True
+        if decides(self.problem, self.orders):
+            self.bound_ticks = self.cost_ticks - self.least_gain + 1
+            self.notes.append(f"integer program: no schedule is cheaper, proven by {who}")
 
     def widest(self, first: int, pairs: int) -> tuple[int, Precedence | None]:
         """The end of the widest window from `first` with at most `pairs` open pairs, and what is forced in it."""
         total, target = len(self.timed.codes), self.cost_ticks - self.least_gain
         size, best = min(total - first, 2 * len(self.orders)), None
         while True:
-            forced = forced_precedence(open_window(self.timed, first, first + size), target)
+            forced = forced_precedence(open_window(self.timed, first, first + size), target, self.limits)
             if best is not None and forced is not None and len(forced.open_pairs()) > pairs:
                 return best
             best = first + size, forced
@@ -103,7 +112,7 @@ class Refinement:
             return answer.infeasible
         rows = forced.window.in_order(starts_of(forced, answer.values))
         orders = replaced(self.timed, first, last, rows)
-        cost = self.cost_of(orders)
+        cost = simulated_cost(self.problem, orders, self.limits)
         if cost is None or cost >= self.cost_ticks:
             self.failures += 1
             self.notes.append(
@@ -114,13 +123,70 @@ class Refinement:
         self.notes.append(f"integer program: {self.problem.seconds(cost):g} s")
         return False
 
-    def cost_of(self, orders: Sequence[Sequence[int]]) -> int | None:
-        """Simulated cost, or None if the orders deadlock or do not fit."""
-        result = run(self.problem, orders)
-        fits = self.limits is None or all(
-            peak_units(self.problem, order) <= limit for order, limit in zip(orders, self.limits, strict=True)
-        )
-        return iteration_ticks(self.problem, orders, result.starts) if fits and result.complete else None
+
+def simulated_cost(problem: Instance, orders: Sequence[Sequence[int]], limits: Sequence[int] | None) -> int | None:
+    """The paper's cost in ticks, or None if the orders deadlock or do not fit."""
+    result = run(problem, orders)
+    fits = limits is None or all(
+        peak_units(problem, order) <= limit for order, limit in zip(orders, limits, strict=True)
+    )
+    return iteration_ticks(problem, orders, result.starts) if fits and result.complete else None
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """What one program for the whole problem found; `proven` says that the solver calls it optimal."""
+
+    orders: tuple[tuple[int, ...], ...]
+    cost_ticks: int
+    proven: bool
+    seconds: float
+
+
+def optimum(
+    problem: Instance,
+    orders: Sequence[Sequence[int]],
+    limits: Sequence[int] | None,
+    bound_ticks: int,
+    limit_s: float,
+    solve: Solve = solve,
+) -> Optimum:
+    """The whole problem as one program, started from `orders` and bounded from below: an oracle for small cases.
+
+    Raises SolverFailed if the solver gives no usable answer, or an order that is not what it promises.
+    """
+    timed = TimedOrders.of(problem, orders)
+    cost = max(timed.spans_ticks)
+    if cost <= bound_ticks:
+        return Optimum(timed.orders, cost, True, 0.0)
+    forced = forced_precedence(open_window(timed, 0, len(timed.codes)), cost, limits)
+    if forced is None:
+        raise SolverFailed("the given orders break the memory limit; start from orders that keep it")
+    answer = solve(formulate(forced, bound_ticks, cost, limits), limit_s)
+    if answer.values is None:
+        raise SolverFailed("the solver found nothing although it was given a solution")
+    found = forced.window.in_order(starts_of(forced, answer.values))
+    simulated = simulated_cost(problem, found, limits)
+    if simulated is None or simulated > cost:
+        raise SolverFailed("the solver's order does not keep what its objective promises")
+    return Optimum(tuple(map(tuple, found)), simulated, answer.optimal, answer.seconds)
+
+
+def decides(problem: Instance, orders: Sequence[Sequence[int]]) -> bool:
+    """Whether the best order of these very actions, with each rank's step beginning as it does, is the best schedule.
+
+    So it is if no backward is fused nor better fused, and each rank's first action is microbatch 0's F on its first
+    stage, which then starts at the same time in every schedule.
+    """
+    count, p, ticks = problem.stage_count, problem.rank_count, problem.ticks
+    stages = range(count)
+    fused = any(code >= BW * count * problem.microbatches for order in orders for code in order)
+    never_fused = all(
+        ticks[BW * count + s] >= ticks[B * count + s] + ticks[W * count + s] and problem.grows[B * count + s] <= 0
+        for s in stages
+    )
+    chained = all(any(source == s - 1 for source, _ in problem.sources[s]) for s in stages[1:])
+    return not fused and never_fused and chained and len(set(problem.placement[:p])) == p
 
 
 def replaced(timed: TimedOrders, first: int, last: int, rows: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:

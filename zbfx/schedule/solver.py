@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from zbfx.errors import ZbfxError
 from zbfx.schedule.ilp import Program
 
 CHILD = (sys.executable, str(Path(__file__).with_name("mip_child.py")))
-STARTUP_S = 2.0  # for the interpreter, the import of python-mip and the transfer, on top of the solver's own limit
+STARTUP_S = 0.7  # for the interpreter, the import of python-mip and the transfer, on top of the solver's own limit
 
 
 class SolverFailed(ZbfxError):
@@ -97,10 +98,8 @@ def run_child(command: Sequence[str], text: str, limit_s: float) -> str:
 
 def end_session(child: subprocess.Popen[str]) -> None:
     """Kill the child's whole session, also on Ctrl-C in the parent."""
-    try:
+    with suppress(ProcessLookupError):  # all of it has ended
         os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # all of it has ended
     child.wait()
     for stream in (child.stdin, child.stdout, child.stderr):
         if stream is not None:

@@ -69,7 +69,10 @@ class TimedOrders:
 
 @dataclass(frozen=True)
 class Window:
-    """Free actions, numbered from 0 rank by rank in their present order, and what the fixed rest imposes on them. Times in ticks."""
+    """Free actions, numbered from 0 rank by rank in their present order, and what the fixed rest imposes on them.
+
+    Times in ticks.
+    """
 
     codes: tuple[int, ...]
     ranks: tuple[int, ...]
