@@ -51,11 +51,12 @@ def work(module: GPTStage, case: Case, place: Place) -> Callable[[], None]:
     hidden, gradient = (
         torch.randn(shape, generator=generator, device=place.device, dtype=place.dtype) for _ in range(2)
     )
+    loss_gradient = torch.tensor(1 / case.m, device=place.device)
     inputs = ids if module.piece.first else hidden.requires_grad_()
 
     def forward(x: Tensor) -> Tensor:
         output = module(x)
-        return next_token_loss(output, targets) / case.m if module.piece.last else output
+        return next_token_loss(output, targets) if module.piece.last else output
 
     if case.backend == "inductor":
         place.fresh_compiler(f"limit {case.config} {case.b} {module.piece}")
@@ -63,7 +64,7 @@ def work(module: GPTStage, case: Case, place: Place) -> Callable[[], None]:
 
     def run() -> None:
         inputs.grad = None  # written, not accumulated: the gradient of an input is sent, never summed
-        torch.autograd.backward(forward(inputs), None if module.piece.last else gradient)
+        torch.autograd.backward(forward(inputs), loss_gradient if module.piece.last else gradient)
 
     return run
 

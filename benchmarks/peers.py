@@ -33,7 +33,7 @@ def peer(case: Case, place: Place) -> Runnable:
 
     schedule_class = get_schedule_class(kind.name)
     single = issubclass(schedule_class, PipelineScheduleSingle)
-    loss_fn = mean_loss(case)
+    loss_fn = mean_loss(case, place.device)
     schedule = schedule_class(stages[0] if single else stages, case.m, loss_fn=loss_fn, scale_grads=False)
     ids, targets = batch(CONFIGS[case.config], case.m * case.b, place.device)
     inputs = (ids,) if any(s.is_first for s in stages) else ()
@@ -52,11 +52,12 @@ def warm_communicator(device: torch.device) -> None:
     dist.all_reduce(torch.zeros(1, device=device))
 
 
-def mean_loss(case: Case) -> Callable[[Tensor, Tensor], Tensor]:
+def mean_loss(case: Case, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
     """The loss of one microbatch over m: the microbatches' sum is the batch's mean."""
+    share = torch.tensor(1 / case.m, device=device)  # a tensor: the same compiled code for every m
 
     def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
-        return next_token_loss(logits, targets) / case.m
+        return next_token_loss(logits, targets) * share
 
     return loss_fn if case.backend == "eager" else torch.compile(loss_fn, dynamic=False)
 

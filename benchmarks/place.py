@@ -19,7 +19,7 @@ class Place:
     device: torch.device
     dtype: torch.dtype
     costs: dict[tuple[str, int], LayerCosts] = field(default_factory=dict)  # by config and b
-    timeout_s: float = 120.0
+    timeout_s: float = 150.0
     compiled: str = ""  # what the compiler holds code for
 
     def fresh_compiler(self, key: str) -> None:

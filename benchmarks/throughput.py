@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--first", action="append", default=[], metavar="REGEX", help="run the cases it finds first")
     flags.add_argument("--warmup", type=int, default=3)
     flags.add_argument("--repeats", type=int, default=10)
-    flags.add_argument("--case-timeout-s", type=float, default=120.0)
+    flags.add_argument("--case-timeout-s", type=float, default=150.0)
     flags.add_argument("--budget-s", type=float, default=float("inf"), help="start no case after this long")
     flags.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     flags.add_argument("--commit", help="recorded in every row; asked from git by default")
@@ -136,22 +136,25 @@ class Benchmark:
                     results = self.build_and_measure(index)
             except CaseFailed as failure:
                 results = {"error": str(failure)}
-            gc.collect()
             synchronize(self.world.device)  # a device that is broken for good ends the process here
         self.finish(index, **results)
 
     def build_and_measure(self, index: int) -> dict[str, Any]:
-        case, begun = self.cases[index], perf_counter()
-        runnable = self.together(f"build/{index}", index, lambda: self.build(case))
+        begun = perf_counter()
+        runnable = self.together(f"build/{index}", index, lambda: self.build(self.cases[index]))
         build_s = perf_counter() - begun
+        try:
+            return self.measure(index, runnable) | {"build_s": round(build_s, 2)}
+        finally:
+            del runnable  # captured graphs go before the communicators that they use
+            gc.collect()
 
-        def run() -> Measured:
-            return measure(runnable, self.world.device, warmup=self.options.warmup, repeats=self.options.repeats)
-
-        measured = self.together(f"run/{index}", index, run)
+    def measure(self, index: int, runnable: Runnable) -> dict[str, Any]:
+        options = {"warmup": self.options.warmup, "repeats": self.options.repeats}
+        measured = self.together(f"run/{index}", index, lambda: measure(runnable, self.world.device, **options))
         runnable.close()
         everyone = [Measured(**entry) for entry in self.world.gather(f"measured/{index}", asdict(measured))]
-        return rows.results(case, runnable, everyone) | {"build_s": round(build_s, 2)}
+        return rows.results(self.cases[index], runnable, everyone)
 
     def together(self, key: str, index: int, action: Callable[[], T]) -> T:
         """Do something on every rank, and raise `CaseFailed` on all if it fails on one.
