@@ -75,6 +75,7 @@ def clock_s(call: Callable[[], Any]) -> float:
 
 def graph_s(call: Callable[[], Any]) -> float:
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         call()
     side.synchronize()
