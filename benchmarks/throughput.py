@@ -1,9 +1,10 @@
 """Training throughput of zbfx, of torch.distributed.pipelining, and of the bubble-free limit, in one run.
 
-    torchrun --nproc-per-node=2 --max-restarts=9 -- benchmarks/throughput.py --config 350M --b 2 --m 8,12,32 --out FILE
+    torchrun --nproc-per-node=2 --max-restarts=50 -- benchmarks/throughput.py --config 350M --b 2 --m 8,12,32 --out FILE
 
-writes one JSON line per case; a case that fails gives a line with `error`. Without `--max-restarts` the first case
-that hangs ends the run. `--list` prints the cases in order. `python -m benchmarks.table FILE` makes the table.
+writes one JSON line per case; a case that fails gives a line with `error`. A case that hangs ends its processes and
+takes one restart; without `--max-restarts` the first one ends the run. `--` keeps torchrun from reading `--m` as its
+own. `--list` prints the cases in order. `python -m benchmarks.table FILE` makes the table.
 """
 
 from __future__ import annotations
