@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zbfx.comm import Channels
 from zbfx.errors import ZbfxError
 from zbfx.run import RankRunner
 
@@ -26,8 +28,18 @@ def checked_rank(count: int, rank: int | None) -> int:
     return own
 
 
-def check_same_plan(digests: Sequence[object]) -> None:
-    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+def agree(channels: Channels, digest: str, prepare: Callable[[], None]) -> None:
+    """Prepare this rank, and check that all hold one plan. What one rank refuses, every rank refuses."""
+    refusal = None
+    try:
+        prepare()
+    except ZbfxError as error:
+        refusal = str(error)
+    answers: list[Any] = channels.gather((digest, refusal))
+    for rank, (_, text) in enumerate(answers):
+        if text is not None:
+            raise ZbfxError(f"rank {rank}: {text}")
+    different = [rank for rank, (other, _) in enumerate(answers) if other != answers[0][0]]
     if different:
         raise ZbfxError(
             f"ranks {different} hold another plan than rank 0. "

@@ -125,20 +125,24 @@ def new_group(ranks: Iterable[int], timeout: timedelta) -> dist.ProcessGroup:
 class Channels:
     """The process groups of one pipeline: one for each direction of each pair of ranks, and one of all ranks.
 
-    The pipeline's ranks are the world's. Groups are created and warmed here, by every rank in the same order:
-    communicators that are created lazily, inside a running pipeline, deadlock as soon as receives are posted ahead.
+    The pipeline's ranks are the world's. `open` creates and warms the groups of the pairs, by every rank in the same
+    order: communicators that are created lazily, inside a running pipeline, deadlock as soon as receives are posted
+    ahead.
     """
 
-    def __init__(self, rank: int, pairs: Collection[tuple[int, int]], device: torch.device, timeout: timedelta) -> None:
-        self.rank, self.device = rank, device
+    def __init__(self, rank: int, device: torch.device, timeout: timedelta) -> None:
+        self.rank, self.device, self.timeout = rank, device, timeout
         self.group: dist.ProcessGroup | None = new_group(range(dist.get_world_size()), timeout)
         self.store = group_store(self.group)
         self.pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
+
+    def open(self, pairs: Collection[tuple[int, int]]) -> None:
+        """Open a channel for each (source, target); the ranks must agree on `pairs`, or they wait for each other."""
         for source, target in sorted(pairs):
-            group = new_group((source, target), timeout)
-            if rank in (source, target):
+            group = new_group((source, target), self.timeout)
+            if self.rank in (source, target):
                 self.pairs[source, target] = group
-                self.copy(torch.zeros(1, device=device), source, target)
+                self.copy(torch.zeros(1, device=self.device), source, target)
 
     def isend(self, value: Tensor, target: int) -> dist.Work:
         work = dist.isend(value, dst=target, group=self.pairs[self.rank, target])

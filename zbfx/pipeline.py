@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from zbfx import comm, cost, measure
 from zbfx.backends import CapturedStep, checked_backend, phase_compiler
 from zbfx.batch import Signature
-from zbfx.bind import check_same_plan, checked_rank, move_to
+from zbfx.bind import agree, checked_rank, move_to
 from zbfx.codegen import Program, generate
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Joint, Role, Stage
@@ -143,9 +144,9 @@ class Pipeline:
         """This process's part of the pipeline, over torch.distributed (call `init_process_group` first).
 
         The pipeline's ranks are the processes of torch.distributed; `rank`, if given, must be this process's. Moves
-        the parameters of this rank's stages to the pipeline's device, creates and warms the communicators, checks that
-        all ranks hold the same plan, and makes tied parameters equal. `timeout_s` bounds every wait for another rank.
-        `seed` fixes the random numbers; by default they follow rank 0's `torch.manual_seed`.
+        the parameters of this rank's stages to the pipeline's device, checks that all ranks hold the same plan,
+        creates and warms the communicators, and makes tied parameters equal. `timeout_s` bounds every wait for
+        another rank. `seed` fixes the random numbers; by default they follow rank 0's `torch.manual_seed`.
 
         Raises `ZbfxError` if torch.distributed is not initialised, has another number of ranks, or plans differ.
         """
@@ -154,13 +155,11 @@ class Pipeline:
         pairs = {(message.source, message.target) for message in messages}
         tensors = self.tensors()
         program = self.programs[rank]
-        transport = comm.GroupTransport(
-            program.messages, comm.Channels(rank, pairs, self.device, timedelta(seconds=timeout_s))
-        )
+        channels = comm.Channels(rank, self.device, timedelta(seconds=timeout_s))
+        transport = comm.GroupTransport(program.messages, channels)
         runner = RankRunner(program, tensors, transport, adds={gradient.name for gradient in self.shared_gradients})
-        move_to([runner], self.device)
-        channels = transport.channels
-        check_same_plan(channels.gather(self.digest()))
+        agree(channels, self.digest(), partial(move_to, [runner], self.device))
+        channels.open(pairs)
         for gradient in self.shared_gradients:
             first, *others = gradient.holders
             for other in others:
