@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch.utils import _pytree as pytree
 
 import zbfx
 from tests.models import Problem
+from zbfx.codegen import generate
+from zbfx.schedule import plan
 
 Gradients = Mapping[str, Tensor | None]
 
@@ -71,6 +74,12 @@ def compiled(problem: Problem, stages: int, microbatches: int, **options: Any) -
         loss_fn=problem.loss_fn,
         **{"schedule": "zb-h1", **options},
     )
+
+
+def rescheduled(pipe: zbfx.Pipeline, microbatches: int, schedule: Any) -> zbfx.Pipeline:
+    """The same stages in another order, without tracing again."""
+    planned = plan(pipe.schedule.costs, microbatches, schedule=schedule)
+    return replace(pipe, schedule=planned, programs=generate(pipe.stages, planned))
 
 
 def stepped(problem: Problem, pipe: zbfx.Pipeline, **options: Any) -> tuple[Tensor, Gradients]:

@@ -9,7 +9,6 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -18,10 +17,8 @@ from torch.utils import _pytree as pytree
 
 import zbfx
 from tests.models import MODELS, Maker, Problem, gpt, gpt2, mixtral, mlp
-from tests.reference import assert_same, compiled, default_dtype, reference, stepped
-from zbfx.codegen import generate
+from tests.reference import assert_same, compiled, default_dtype, reference, rescheduled, stepped
 from zbfx.plan import Action, Kind
-from zbfx.schedule import plan
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 FLOAT32_ONLY = {"mixtral"}  # its grouped matrix product exists in no other precision on the CPU
@@ -38,12 +35,6 @@ def test_gradients_in_double_precision(make: Maker) -> None:
 def test_mixture_of_experts_in_single_precision() -> None:
     problem = mixtral(3)
     assert_same(stepped(problem, compiled(problem, 4, 3)), reference(problem, 3), 1e-5)
-
-
-def rescheduled(pipe: zbfx.Pipeline, microbatches: int, schedule: Any) -> zbfx.Pipeline:
-    """The same stages in another order, without tracing again."""
-    planned = plan(pipe.schedule.costs, microbatches, schedule=schedule)
-    return replace(pipe, schedule=planned, programs=generate(pipe.stages, planned))
 
 
 @functools.cache

@@ -1,0 +1,141 @@
+"""Pipelines over real processes and gloo: the same bits as in one process, and no rank left waiting when one fails.
+
+Run: pytest tests/test_processes.py (CPU; one launch of four processes and one of three, see tests/worker.py).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 120
+SOON_S = 20.0
+
+Results = dict[int, dict[str, Any]]
+
+
+def launch(world: int, scenario: str, folder: Path) -> Results:
+    """Results of the ranks that ended by themselves. Nothing that was started is left behind."""
+    command = [sys.executable, "-W", "error", "-m", "tests.worker", str(world), scenario, str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            _, errors = process.communicate(timeout=LIMIT_S)
+        finally:
+            kill_group(process.pid)
+    assert process.returncode == 0, errors
+    return {rank: torch.load(file) for rank in range(world) if (file := folder / f"{rank}.pt").exists()}
+
+
+def kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    results = launch(4, "four-ranks", tmp_path_factory.mktemp("four"))
+    assert set(results) == {0, 1, 2, 3}
+    return results
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    results = launch(3, "three-ranks", tmp_path_factory.mktemp("three"))
+    assert set(results) == {0, 2}  # rank 1 was killed
+    return results
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_twenty_steps_equal_in_bits_to_one_process(four: Results, schedule: str) -> None:
+    local = four[0]["local"]
+    assert len(local["losses"]) == 20
+    assert local["losses"][-1] < 0.5 * local["losses"][0]
+    assert [four[rank][schedule]["losses"] for rank in range(4)] == [local["losses"]] * 4
+    parameters = {name: p for rank in range(4) for name, p in four[rank][schedule]["parameters"].items()}
+    assert parameters.keys() == local["parameters"].keys()
+    assert all(torch.equal(parameter, local["parameters"][name]) for name, parameter in parameters.items())
+
+
+def test_every_rank_owns_the_parameters_of_its_stage(four: Results) -> None:
+    owned = [set(four[rank]["zb-h1"]["parameters"]) for rank in range(4)]
+    assert sum(map(len, owned)) == len(set().union(*owned))
+    assert "tokens.weight" in owned[0]
+    assert "head.weight" in owned[3]
+
+
+def test_tied_weight_is_made_equal_and_stays_equal(three: Results) -> None:
+    name = "transformer.wte.weight"
+    first, last = (three[rank]["tied"]["parameters"][name] for rank in (0, 2))
+    assert torch.equal(first, last)
+    assert torch.equal(first, three[0]["local"]["parameters"][name])
+    assert three[2]["tied"]["losses"] == three[0]["local"]["losses"]
+
+
+def test_random_numbers_follow_the_seed_of_rank_0(three: Results) -> None:
+    assert three[0]["seeded"] == three[2]["seeded"] == three[0]["seeded local"]
+
+
+def refusals(results: Results, case: str, kind: str) -> list[str]:
+    """The messages of all ranks, which came soon."""
+    for found in results.values():
+        assert found[case]["type"] == kind, found[case]
+        assert found[case]["seconds"] < SOON_S
+    return [found[case]["text"] for found in results.values()]
+
+
+@pytest.mark.parametrize(("case", "rank"), [("other order", 2), ("other graph", 1)])
+def test_another_plan_is_refused_on_every_rank(four: Results, case: str, rank: int) -> None:
+    messages = refusals(four, case, "ZbfxError")
+    assert len(set(messages)) == 1
+    assert f"ranks [{rank}] hold another plan than rank 0" in messages[0]
+
+
+def test_what_one_rank_refuses_every_rank_refuses(four: Results) -> None:
+    messages = refusals(four, "no data", "ZbfxError")
+    assert len(set(messages)) == 1
+    assert "rank 3: 10.weight is on the meta device" in messages[0]
+
+
+def test_rank_and_number_of_processes_must_fit(four: Results) -> None:
+    assert refusals(four, "wrong rank", "ZbfxError")[3].endswith("in torch.distributed, 3; found 0")
+    for message in refusals(four, "wrong world", "ZbfxError"):
+        assert "the pipeline has 3 ranks, torch.distributed has 4" in message
+
+
+def test_bad_batch_is_refused_before_anything_is_sent(four: Results) -> None:
+    for message in refusals(four, "bad batch", "InputError"):
+        assert "expected shape (6, 8)" in message
+        assert "found (7, 8)" in message
+    assert {found["after bad batch"] for found in four.values()} == {four[0]["bound again"]}
+
+
+def test_failure_reaches_every_rank_with_rank_step_and_action(four: Results) -> None:
+    messages = refusals(four, "fault", "PipelineFault")
+    expected = "rank 2, step 1, action B2.1 (stage 2, microbatch 1): ArithmeticError: on purpose"
+    assert messages == [expected] * 4
+
+
+def test_step_after_a_failure_says_so(four: Results) -> None:
+    for message in refusals(four, "after fault", "PipelineFault"):
+        assert "has failed before" in message
+        assert "bind it again" in message
+        assert "action B2.1" in message
+
+
+def test_killed_rank_is_named_by_the_others(three: Results) -> None:
+    for message in refusals(three, "killed", "PipelineFault"):
+        assert "waiting for message" in message
+        assert "rank 1, which is lost" in message

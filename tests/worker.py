@@ -1,0 +1,202 @@
+"""Processes of a pipeline over gloo for test_processes.py: `python -m tests.worker <world size> <scenario> <folder>`.
+
+Imports once, then forks one process per rank. A scenario is a function of the rank that returns a picklable result,
+written to `<folder>/<rank>.pt`. No process outlives this one.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zbfx
+from tests.models import Problem, gpt, gpt2, mlp, numbers
+from tests.reference import compiled, rescheduled
+
+LIMIT_S = 100  # for all ranks to end
+STEPS = 20
+
+
+def train(problem: Problem, step: Callable[..., Tensor], parameters: Any, steps: int) -> list[float]:
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    losses = []
+    for count in range(steps):
+        optimizer.zero_grad()
+        inputs, targets = (tuple(t.roll(count, 0) for t in group) for group in (problem.inputs, problem.targets))
+        losses.append(step(*inputs, *targets).item())
+        optimizer.step()
+    return losses
+
+
+def run(step: Any, problem: Problem, steps: int) -> dict[str, Any]:
+    """Losses and parameters after training."""
+    losses = train(problem, step, step.parameters(), steps)
+    return {"losses": losses, "parameters": {name: p.detach() for name, p in step.named_parameters()}}
+
+
+def refusal(action: Callable[[], Any]) -> dict[str, Any]:
+    """What an action raises, and after how long."""
+    begun = time.monotonic()
+    try:
+        action()
+    except Exception as error:
+        return {"type": type(error).__name__, "text": str(error), "seconds": time.monotonic() - begun}
+    return {"type": None, "text": "", "seconds": time.monotonic() - begun}
+
+
+def four_ranks(rank: int) -> dict[str, Any]:
+    """Training under three schedules, beside the same in one process; then every kind of refusal, a fault last."""
+    results: dict[str, Any] = {}
+    for schedule in ("gpipe", "1f1b", "zb-h1"):
+        problem = gpt(5)
+        results[schedule] = run(compiled(problem, 4, 5, schedule=schedule).bind(), problem, STEPS)
+    problem = gpt(5)
+    pipe = compiled(problem, 4, 5)
+    results["local"] = run(pipe.run_local(), problem, STEPS) if rank == 0 else None
+    pipe = compiled(mlp(3), 4, 3)
+    results["other order"] = refusal((rescheduled(pipe, 3, "1f1b") if rank == 2 else pipe).bind)
+    results["other graph"] = refusal(compiled(skipping() if rank == 1 else mlp(3), 4, 3).bind)
+    results["no data"] = refusal(compiled(without_data(rank == 3), 4, 3).bind)
+    results["wrong rank"] = refusal(lambda: compiled(mlp(3), 4, 3).bind((rank + 1) % 4))
+    results["wrong world"] = refusal(compiled(mlp(3), 3, 3).bind)
+    problem = mlp(3)
+    step = compiled(problem, 4, 3).bind()
+    results["bad batch"] = refusal(lambda: step(numbers(7, 8), numbers(7, 8)))
+    results["after bad batch"] = step(*problem.inputs, *problem.targets).item()
+    results |= faults(rank, step, problem)
+    step = compiled(mlp(3), 4, 3).bind()
+    results["bound again"] = step(*problem.inputs, *problem.targets).item()
+    return results
+
+
+def faults(rank: int, step: Any, problem: Problem) -> dict[str, Any]:
+    """Rank 2 raises in the second microbatch's B."""
+    calls = iter(range(100))
+
+    def fails_second_time(*args: Any) -> Any:
+        if next(calls) == 1:
+            raise ArithmeticError("on purpose")
+        return forward(*args)
+
+    if rank == 2:
+        call = next(call for call in step.runner.calls if call.phase.name == "B2")
+        forward = call.forward
+        call.forward = fails_second_time
+    fault = refusal(lambda: step(*problem.inputs, *problem.targets))
+    return {"fault": fault, "after fault": refusal(lambda: step(*problem.inputs, *problem.targets))}
+
+
+class Skipping(nn.Module):
+    """Like the MLP, with the first layer's output added at the end: messages that skip ranks."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.tanh(x * 2.0)
+        return self.layers(first) + first
+
+
+def skipping() -> Problem:
+    problem = mlp(3)
+    first, *others = problem.model.children()
+    return replace(problem, model=nn.Sequential(first, Skipping(nn.Sequential(*others))))
+
+
+def without_data(here: bool) -> Problem:
+    problem = mlp(3)
+    return replace(problem, model=problem.model.to("meta")) if here else problem
+
+
+def three_ranks(rank: int) -> dict[str, Any]:
+    """A tied model whose copies differ before bind; then rank 1 dies in the middle of a step."""
+    problem = gpt2(4)
+    torch.manual_seed(rank)
+    if rank == 2:
+        with torch.no_grad():
+            problem.model.get_parameter("transformer.wte.weight").add_(1.0)
+    step = compiled(problem, 3, 4).bind()
+    results: dict[str, Any] = {"tied": run(step, problem, 5)}
+    alone = gpt2(4)
+    results["local"] = run(compiled(alone, 3, 4).run_local(), alone, 5)
+    dropout = replace(mlp(3), model=with_dropout())
+    pipe = compiled(dropout, 3, 3)
+    results["seeded"] = pipe.bind()(*dropout.inputs, *dropout.targets).item()
+    results["seeded local"] = pipe.run_local(seed=0)(*dropout.inputs, *dropout.targets).item()
+    results["killed"] = killed(rank)
+    return results
+
+
+def with_dropout() -> nn.Module:
+    torch_state = torch.get_rng_state()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(b for _ in range(3) for b in (nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh())))
+    torch.set_rng_state(torch_state)
+    return model
+
+
+def killed(rank: int) -> dict[str, Any]:
+    problem = mlp(3)
+    step = compiled(problem, 3, 3).bind()
+    step(*problem.inputs, *problem.targets)
+    if rank == 1:
+        call = next(call for call in step.runner.calls if call.phase.name == "B1")
+        call.forward = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
+    return refusal(lambda: step(*problem.inputs, *problem.targets))
+
+
+SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {"four-ranks": four_ranks, "three-ranks": three_ranks}
+
+
+def process(rank: int, world: int, scenario: str, folder: Path, port: int) -> None:
+    faulthandler.dump_traceback_later(LIMIT_S - 5)
+    store = dist.TCPStore("127.0.0.1", port, world, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    torch.save(SCENARIOS[scenario](rank), folder / f"{rank}.pt")
+    os._exit(0)  # the default group may have lost a rank: no orderly end
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def main(world: int, scenario: str, folder: Path) -> int:
+    """Run the ranks; how many have not ended by themselves within the limit."""
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("fork")
+    port = free_port()
+    ranks = [context.Process(target=process, args=(rank, world, scenario, folder, port)) for rank in range(world)]
+    for child in ranks:
+        child.start()
+    # As under torchrun, the store lives in a process that is no rank. It has threads: made after the forks.
+    store = dist.TCPStore("127.0.0.1", port, world, is_master=True, wait_for_workers=False)
+    deadline = time.monotonic() + LIMIT_S
+    for child in ranks:
+        child.join(max(0.0, deadline - time.monotonic()))
+    late = [child for child in ranks if child.is_alive()]
+    for child in late:
+        child.kill()
+        child.join()
+    del store
+    return len(late)
+
+
+if __name__ == "__main__":
+    assert zbfx.__all__
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])))
