@@ -81,13 +81,13 @@ class PhaseCall(nn.Module):
     """A phase as the program calls it: with its static tensors bound, and with the values that only its own stage
     reads later packed into one bundle per lifetime.
 
-    `packing` lists what the call returns: names, and bundles (tuples of names). `arguments` lists, likewise, what it
+    `returned` lists what the call returns: names, and bundles (tuples of names). `arguments` lists, likewise, what it
     is called with after the microbatch.
     """
 
-    def __init__(self, phase: Phase, arguments: Sequence[Item], packing: Sequence[Item]) -> None:
+    def __init__(self, phase: Phase, arguments: Sequence[Item], returned: Sequence[Item]) -> None:
         super().__init__()
-        self.phase = phase
+        self.phase, self.arguments, self.returned = phase, tuple(arguments), tuple(returned)
         self.run: Callable[..., Any] = phase.module
         place: dict[str, tuple[int, int | None]] = {
             name: (i, k) for i, item in enumerate(arguments) for k, name in enumerate(item) if isinstance(item, tuple)
@@ -96,7 +96,8 @@ class PhaseCall(nn.Module):
         self.places = [place[name] for name in phase.values]
         results = [*phase.results, *(["loss"] if phase.has_loss else [])]
         self.packing = [
-            results.index(item) if isinstance(item, str) else [results.index(name) for name in item] for item in packing
+            results.index(item) if isinstance(item, str) else [results.index(name) for name in item]
+            for item in returned
         ]
         self.ports: list[Tensor | str] = []  # a tensor, or the name of an input of the microbatch
         self.accumulators: list[Tensor] = []
@@ -172,14 +173,21 @@ class RankProgram:
         if phase.is_empty:
             return
         k = action.microbatch
-        bundles = bundles_of(self.stages, action.stage)
-        arguments = arguments_of(phase, bundles)
-        packing = packing_of(phase, bundles[action.kind])
-        self.modules.setdefault(phase.name, PhaseCall(phase, arguments, packing))
-        args = (self.microbatches[k], *(self.nodes[item, k] for item in arguments))
+        module = self.call_of(phase)
+        args = (self.microbatches[k], *(self.nodes[item, k] for item in module.arguments))
         call = self.graph.create_node("call_module", phase.name, args, name=f"{phase.name}_{k}")
         call.meta["action"] = action
-        self.unpack(call, packing, k)
+        self.unpack(call, module.returned, k)
+
+    def call_of(self, phase: Phase) -> PhaseCall:
+        """The module that runs a phase, one for all microbatches."""
+        known = self.modules.get(phase.name)
+        if isinstance(known, PhaseCall):
+            return known
+        bundles = bundles_of(self.stages, phase.stage)
+        call = PhaseCall(phase, arguments_of(phase, bundles), packing_of(phase, bundles[phase.kind]))
+        self.modules[phase.name] = call
+        return call
 
     def exchange_shared_gradients(self) -> list[Message]:
         """After the last action: every holder of a shared gradient gets each stage's sum, and adds them up."""
