@@ -20,7 +20,7 @@ LATER, FEWEST, EARLIER = TURNS = range(3)
 
 @dataclass(frozen=True)
 class Rule:
-    """`hold[s]`: Fs of stage s before its first B. `cap[s]`: most Fs of stage s without their B.
+    """`hold[s]`: Fs of stage s before its first B. `cap[s]`: most Fs of stage s without their B after these.
 
     `patience[r]`: rank r starts a W only if the next arrival is at least patience/4 of that W away.
     `alternate[r]`: after a B, rank r prefers an F to the next B. `recycle[r]`: rank r runs a W before the next B if an F
@@ -165,7 +165,7 @@ class _ByRule(_Run):
                             backward = count + stage
                     elif at < next_arrival:
                         next_arrival = at
-                if started < m and started - returned < rule.cap[stage]:
+                if started < m and (started - returned < rule.cap[stage] or started < rule.hold[stage]):
                     at = self.arrival(stage, started)
                     if scheduler.room[stage] > allowed:
                         blocked = blocked or at <= now

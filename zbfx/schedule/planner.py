@@ -14,8 +14,10 @@ from zbfx.schedule.check import check
 from zbfx.schedule.exact import exact
 from zbfx.schedule.handmade import Ranks
 from zbfx.schedule.limits import MemLimit, limit_per_rank, require_feasible
+from zbfx.schedule.refine import refine_search
 from zbfx.schedule.registry import GENERATORS, SEARCHED, Generator, names
 from zbfx.schedule.search import Search
+from zbfx.schedule.solver import solvers
 
 Request = str | Generator | Schedule | Sequence[Sequence[Action] | str]
 
@@ -115,13 +117,16 @@ def _search(
     wanted.require_placement(name, costs)
     limits = _tighter(limit_per_rank(costs, mem_limit), limit_per_rank(costs, wanted.mem_limit))
     require_feasible(costs, limits)
+    program_s = wanted.program_share * budget_s if solvers() else 0.0
     search = Search(costs, microbatches, limits, seed, deadline_s)
+    search.lead()
     compared = []
-    for other, generate in GENERATORS.items():
-        try:
-            compared.append(search.compare(other, generate(costs, microbatches)))
-        except ZbfxError as refusal:
-            compared.append(f"{other}: {str(refusal).splitlines()[0]}")
+    if name == "auto" or search.running():
+        for other, generate in GENERATORS.items():
+            try:
+                compared.append(search.compare(other, generate(costs, microbatches)))
+            except ZbfxError as refusal:
+                compared.append(f"{other}: {str(refusal).splitlines()[0]}")
     search.run()
     found = search.result()
     schedule = build(name, costs, microbatches, found.ranks, limits)

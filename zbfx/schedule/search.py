@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import islice
+from math import inf
 from time import perf_counter
 
 from zbfx.plan import CostTable, Number
 from zbfx.schedule.certificate import Certificate
 from zbfx.schedule.exact import BW, B, Instance, W, instance
 from zbfx.schedule.handmade import Ranks
-from zbfx.schedule.listing import Listed, ListScheduler
+from zbfx.schedule.listing import PATIENCE_UNIT, Listed, ListScheduler, Rule
 from zbfx.schedule.local_search import LocalSearch
 from zbfx.schedule.longest_path import iteration_ticks, peak_units, run
-from zbfx.schedule.rules import RuleSearch, first_rules, most_in_flight
+from zbfx.schedule.rules import first_rules, most_in_flight
+from zbfx.schedule.variation import RefillVariation, RuleVariation, Variation
 
-FIRST_STEPS, STEPS_GROWTH = 40, 1.5  # list schedules, and moves of the local search, per round
+FIRST_STEPS, STEPS_GROWTH = 40, 1.5  # list schedules, and moves of the local search, per line and round
+RULE_LINES, REFILL_LINES = 3, 2  # schedules from which search goes on
+GRID_SHARE = 0.3  # of the time, at most, for the grid of rules
+LEADING = 2  # rules tried before anything else
+PATIENCES = (PATIENCE_UNIT - 1, PATIENCE_UNIT // 2, 1, 0)
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,29 @@ class Found:
 
 
 @dataclass
+class Line:
+    """One line of search: a variation, and local search from the best that it has come to."""
+
+    variation: Variation
+    local: LocalSearch
+    how: str
+    polished: Listed | None = None
+
+    @property
+    def best(self) -> Listed:
+        found = self.variation.best
+        return found if self.polished is None or found.cost < self.polished.cost else self.polished
+
+    @property
+    def cost(self) -> int:
+        return self.best.cost
+
+    def advance(self, target: int, deadline_s: float, steps: int) -> None:
+        self.variation.advance(target, deadline_s, steps)
+        self.polished = self.local.improve(self.best, target, deadline_s, steps)
+
+
+@dataclass
 class Search:
     """One problem, the best schedule so far and its certificate."""
 
@@ -40,11 +70,13 @@ class Search:
     deadline_s: float  # a reading of perf_counter
     notes: list[str] = field(default_factory=list)
     best: Listed | None = None
+    generated: list[tuple[str, list[list[int]]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.problem: Instance = instance(self.costs, self.microbatches)
         self.units = self.problem.units(self.limits)
         self.certificate = Certificate(self.costs, self.microbatches, self.limits)
+        self.scheduler = ListScheduler(self.problem, self.units)
 
     @property
     def cost(self) -> int:
@@ -66,16 +98,16 @@ class Search:
         self.notes.append(f"{how}: {self.problem.seconds(listed.cost):g} s")
         return True
 
-    def compare(self, name: str, ranks: Ranks) -> str:
-        """Take a generated order, and the same with every BW split, if it fits; say in one line how it does."""
-        orders = self.problem.encode(ranks)
-        apart = [split(self.problem, order) for order in orders]
-        lines = [self._offer_orders(name, orders)]
-        if apart != orders:
-            self._offer_orders(f"{name}, split", apart)
-        return lines[0]
+    def lead(self) -> None:
+        """Try the rules that are most likely to meet the bound at once."""
+        rules = first_rules(self.problem, self.units, self.certificate.warm_up)
+        for rule in islice(rules, LEADING):
+            if self.running():
+                self.offer(self.scheduler.run(rule), "list scheduling")
 
-    def _offer_orders(self, name: str, orders: list[list[int]]) -> str:
+    def compare(self, name: str, ranks: Ranks) -> str:
+        """Take a generated order, and the same with its Ws placed anew, if it fits; say in one line how it does."""
+        orders = self.problem.encode(ranks)
         result = run(self.problem, orders)
         if not result.complete:
             return f"{name}: deadlocks"
@@ -84,32 +116,69 @@ class Search:
         fits = self.units is None or all(peak <= limit for peak, limit in zip(peaks, self.units, strict=True))
         if fits:
             self.offer(Listed(cost, tuple(map(tuple, orders))), name)
+        self.generated.append((name, [split(self.problem, order) for order in orders]))
         peak = max(self.problem.bytes(peak + static) for peak, static in zip(peaks, self.problem.static, strict=True))
         return f"{name}: {self.problem.seconds(cost):g} s, {peak:g} bytes{'' if fits else ', over the limit'}"
 
     def run(self) -> None:
-        """The grid of rules, then by turns random changes to the best rule and local search, in rounds that grow.
+        """The grids, then rounds in which each line of search varies and polishes its schedule, fewer lines each round.
 
-        Rounds are counted in steps, not seconds, so the way is the same for a seed and only its end depends on the time.
+        Rounds are counted in steps, not seconds, so the way is the same for a seed and only its end depends on time.
         """
-        scheduler = ListScheduler(self.problem, self.units)
-        rules = RuleSearch(scheduler, most_in_flight(self.problem, self.units), self.seed)
-        for rule in first_rules(self.problem, self.units, self.certificate.warm_up):
-            if not self.running():
-                break
-            self.offer(rules.try_first(rule, self.best), "list scheduling")
+        lines = [*self._rules(), *self._refills()]
         self.raise_bound()
-        local = LocalSearch(self.problem, self.units, self.seed)
+        lines.sort(key=lambda line: line.cost)
         steps = FIRST_STEPS
-        while self.best is not None and self.running():
-            before = self.best.cost
-            self.offer(rules.improve(self.best, self.target, self.deadline_s, steps), "varied list scheduling")
-            if self.running():
-                start = Listed(self.best.cost, tuple(tuple(split(self.problem, order)) for order in self.best.orders))
-                self.offer(local.improve(start, self.target, self.deadline_s, steps), "local search")
-            if self.best.cost < before:
+        while lines and self.running():
+            before = self.cost
+            for line in lines:
+                if self.running():
+                    line.advance(self.target, self.deadline_s, steps)
+                    self.offer(line.best, line.how)
+            if self.cost < before:
                 self.raise_bound()
+            lines = sorted(lines, key=lambda line: line.cost)[: max(2, len(lines) - 1)]
             steps = int(steps * STEPS_GROWTH)
+
+    def _line(self, variation: Variation, how: str) -> Line:
+        return Line(variation, LocalSearch(self.problem, self.units, self.seed), f"{how} and local search")
+
+    def _refills(self) -> list[Line]:
+        """The generated orders with their Ws placed anew."""
+        best: list[tuple[int, str, list[list[int]], int, Listed]] = []
+        for name, orders in self.generated:
+            found = []
+            for patience in PATIENCES:
+                if self.running():
+                    listed = self.scheduler.refill(orders, [patience] * len(orders))
+                    if listed is not None:
+                        self.offer(listed, f"{name}, Ws placed anew")
+                        found.append((listed.cost, patience, listed))
+            if found:
+                cost, patience, listed = min(found, key=lambda entry: entry[0])
+                best.append((cost, name, orders, patience, listed))
+        best.sort(key=lambda entry: entry[0])
+        return [
+            self._line(RefillVariation(self.scheduler, orders, patience, listed, self.seed), f"{name} varied")
+            for _, name, orders, patience, listed in best[:REFILL_LINES]
+        ]
+
+    def _rules(self) -> list[Line]:
+        """The best few of the grid of list-scheduling rules."""
+        until = perf_counter() + GRID_SHARE * (self.deadline_s - perf_counter())
+        kept: list[tuple[Listed, Rule]] = []
+        for rule in first_rules(self.problem, self.units, self.certificate.warm_up):
+            if not self.running() or (kept and perf_counter() > until):
+                break
+            listed = self.scheduler.run(rule, kept[-1][0].cost if len(kept) == RULE_LINES else inf)
+            if listed is not None and all(listed.cost != other.cost for other, _ in kept):
+                self.offer(listed, "list scheduling")
+                kept = sorted([*kept, (listed, rule)], key=lambda entry: entry[0].cost)[:RULE_LINES]
+        most = most_in_flight(self.problem, self.units)
+        return [
+            self._line(RuleVariation(self.scheduler, rule, listed, most, self.seed), "list scheduling varied")
+            for listed, rule in kept
+        ]
 
     def raise_bound(self) -> None:
         if self.running():
