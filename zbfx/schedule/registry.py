@@ -8,33 +8,27 @@ from dataclasses import dataclass
 from zbfx.errors import ZbfxError
 from zbfx.plan import CostTable
 from zbfx.schedule.handmade import Ranks, gpipe, one_f_one_b, require_linear, zb_h1, zb_h2
+from zbfx.schedule.interleaved import interleaved_1f1b
+from zbfx.schedule.vshape import require_v, v_half, v_min, zb_v
 
 Generator = Callable[[CostTable, int], Ranks]
 
 
 @dataclass(frozen=True)
 class Searched:
-    """A schedule that is searched for under a limit of its own. `require_placement` refuses placements that it does not mean."""
+    """A schedule that is searched for under a limit of its own.
+
+    `require_placement` refuses placements that it does not mean;
+    `program_share`: the part of the time that integer programs get where the search does not meet its bound.
+    """
 
     mem_limit: str | None
     require_placement: Callable[[str, CostTable], None]
+    program_share: float = 0.5
 
 
 def any_placement(name: str, costs: CostTable) -> None:
     """Accept everything."""
-
-
-def v_placement(ranks: int) -> tuple[int, ...]:
-    """Two stages per rank, down the ranks and back up (section 6)."""
-    return (*range(ranks), *reversed(range(ranks)))
-
-
-def require_v(name: str, costs: CostTable) -> None:
-    expected = v_placement(len(costs.stages) // 2)
-    if costs.placement != expected:
-        raise ZbfxError(
-            f"{name} puts two stages on each rank in a V: expected placement {expected}, found {costs.placement}"
-        )
 
 
 GENERATORS: dict[str, Generator] = {
@@ -42,12 +36,17 @@ GENERATORS: dict[str, Generator] = {
     "1f1b": one_f_one_b,
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
+    "interleaved-1f1b": interleaved_1f1b,
+    "zb-v-order": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
 }
 
 SEARCHED: dict[str, Searched] = {
     "zb-1p": Searched("1x", require_linear),
     "zb-2p": Searched("2x", require_linear),
     "zb-v": Searched("1x", require_v),
+    "ilp": Searched(None, any_placement, program_share=0.9),
     "auto": Searched(None, any_placement),
 }
 
