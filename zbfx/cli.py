@@ -23,7 +23,7 @@ from zbfx.costs_json import read_costs
 from zbfx.errors import ZbfxError
 from zbfx.plan import Schedule
 from zbfx.schedule import plan
-from zbfx.schedule.registry import GENERATORS
+from zbfx.schedule.registry import names
 from zbfx.show.text import amount, coloured_grid
 
 FAILED, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
@@ -162,7 +162,7 @@ def show_command(options: argparse.Namespace) -> None:
 def compare_command(options: argparse.Namespace) -> None:
     plans: list[Schedule] = []
     refused: dict[str, ZbfxError] = {}
-    for name in dict.fromkeys([*GENERATORS, "auto"]):
+    for name in names():
         try:
             plans.append(solve(options, name))
         except ZbfxError as error:

@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbfx.plan import CostTable, StageCost
-from zbfx.schedule import plan
+from zbfx.schedule import plan, refine
 from zbfx.schedule.exact import B, F, Instance, W, instance
 from zbfx.schedule.ilp import Program
 from zbfx.schedule.precedence import forced_precedence
-from zbfx.schedule.refine import Refinement, Solve, decides, optimum, replaced, simulated_cost
+from zbfx.schedule.refine import Refinement, Solve, decides, optimum, refine_search, replaced, simulated_cost
+from zbfx.schedule.search import Search
 from zbfx.schedule.solver import Answer, SolverFailed, solve
 from zbfx.schedule.window import TimedOrders, open_window
 
@@ -137,12 +138,13 @@ def test_an_incumbent_that_meets_the_bound_stops_at_once() -> None:
     assert optimum(problem, orders, None, 21 * problem.ticks_per_s, 60, never_asked).proven
 
 
+UNEVEN = CostTable.chain([StageCost(f, b, w, 4, 2) for f, b, w in ((2, 3, 5), (3, 2, 2), (2, 4, 3), (4, 3, 2))], 1)
+
+
 def uneven() -> tuple[Instance, list[list[int]], list[int]]:
     """Four unequal stages, eight microbatches, under ZB-H1, which is not optimal for them."""
-    rows = [StageCost(f, b, w, 4, 2) for f, b, w in ((2, 3, 5), (3, 2, 2), (2, 4, 3), (4, 3, 2))]
-    costs = CostTable.chain(rows, 1)
-    problem = instance(costs, 8)
-    return problem, problem.encode(plan(costs, 8, schedule="zb-h1").ranks), [24] * 4
+    problem = instance(UNEVEN, 8)
+    return problem, problem.encode(plan(UNEVEN, 8, schedule="zb-h1").ranks), [24] * 4
 
 
 def refinement(solver: Solve = solve, seconds: float = 30) -> Refinement:
@@ -214,3 +216,32 @@ def test_fused_backwards_and_rebased_ranks_are_not_called_decided() -> None:
     fused = instance(CostTable.chain([StageCost(1, 1, 1, backward_s=1)] * 2), 2)
     assert not decides(fused, ())
     assert not decides(instance(CostTable.chain([StageCost(1, 1, 1)] * 3, 0, [0, 0, 1]), 2), ())
+
+
+@pytest.mark.parametrize("name", ["ilp", "auto"])
+def test_the_planner_ends_with_integer_programs(name: str) -> None:
+    found = plan(UNEVEN, 8, schedule=name, mem_limit=24, budget_s=20)
+    assert (found.iteration_s, found.lower_bound_s, found.gap) == (94, 94, 0)
+
+
+def test_the_planner_does_without_python_mip(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refine, "solvers", tuple)
+    search = searched()
+    refine_search(search, perf_counter() + 30)
+    assert search.cost == 98
+    assert search.notes[-1] == "integer program: not tried; it needs python-mip: pip install mip"
+
+
+def test_what_integer_programs_find_is_the_searchs_result() -> None:
+    search = searched()
+    refine_search(search, perf_counter() + 30)
+    found = search.result()
+    assert found.cost_s == found.bound_s == 94
+
+
+def searched() -> Search:
+    """A search that has seen ZB-H1 and had no time for more."""
+    search = Search(UNEVEN, 8, [24] * 4, 0, perf_counter())
+    search.compare("zb-h1", plan(UNEVEN, 8, schedule="zb-h1").ranks)
+    assert search.cost == 98
+    return search

@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from zbfx.schedule import solver
 from zbfx.schedule.ilp import Program, Row
-from zbfx.schedule.solver import CHILD, SolverFailed, solve
+from zbfx.schedule.solver import CHILD, SolverFailed, solve, solve_with_any
 
 # Minimise x0 with x0 >= 3 - 2 x1 - x2, x1 + x2 <= 1, both binary: x0 = 1 with x1 = 1.
 PROGRAM = Program(
@@ -106,8 +108,38 @@ def ended(pid: int) -> bool:
 
 def test_absent_mip_names_the_fix() -> None:
     blocked = f"import sys, runpy; sys.modules['mip'] = None; runpy.run_path({CHILD[1]!r}, run_name='__main__')"
-    with pytest.raises(SolverFailed, match="the ILP needs python-mip: pip install mip; the plan stays as it was"):
+    with pytest.raises(
+        SolverFailed, match="the integer program needs python-mip: pip install mip; the plan stays as it was"
+    ):
         solve(PROGRAM, 30, command=python(blocked))
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected"), [((), ()), (("mip",), ("CBC",)), (("mip", "highsbox"), ("HiGHS", "CBC"))]
+)
+def test_highs_is_preferred_where_installed(
+    installed: tuple[str, ...], expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(solver, "find_spec", lambda name: name if name in installed else None)
+    assert solver.solvers() == expected
+
+
+def test_a_solver_that_fails_hands_over_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solver, "solvers", lambda: ("no such solver", "CBC"))
+    assert solve_with_any(PROGRAM, 30).values == pytest.approx((1.0, 1.0, 0.0))
+
+
+def test_no_solver_at_all_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solver, "solvers", tuple)
+    with pytest.raises(SolverFailed, match="pip install mip"):
+        solve_with_any(PROGRAM, 30)
+
+
+def test_missing_highs_names_the_fix() -> None:
+    if find_spec("highsbox"):
+        pytest.skip("HiGHS is installed")
+    with pytest.raises(SolverFailed, match="pip install highsbox"):
+        solve(PROGRAM, 30, solver="HiGHS")
 
 
 def test_child_ends_itself_when_its_parent_is_gone() -> None:

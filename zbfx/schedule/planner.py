@@ -111,14 +111,17 @@ def _plan_one(
 def _search(
     name: str, costs: CostTable, microbatches: int, mem_limit: MemLimit, budget_s: float, seed: int
 ) -> Schedule:
-    """Search under the smaller of the user's limit and the schedule's own; `auto` also compares all generated schedules."""
+    """Search under the smaller of the user's limit and the schedule's own, then refine by integer programs.
+
+    `auto` also compares all generated schedules.
+    """
     deadline_s = time.perf_counter() + budget_s
     wanted = SEARCHED[name]
     wanted.require_placement(name, costs)
     limits = _tighter(limit_per_rank(costs, mem_limit), limit_per_rank(costs, wanted.mem_limit))
     require_feasible(costs, limits)
     program_s = wanted.program_share * budget_s if solvers() else 0.0
-    search = Search(costs, microbatches, limits, seed, deadline_s)
+    search = Search(costs, microbatches, limits, seed, deadline_s - program_s)
     search.lead()
     compared = []
     if name == "auto" or search.running():
@@ -128,6 +131,7 @@ def _search(
             except ZbfxError as refusal:
                 compared.append(f"{other}: {str(refusal).splitlines()[0]}")
     search.run()
+    refine_search(search, deadline_s)
     found = search.result()
     schedule = build(name, costs, microbatches, found.ranks, limits)
     proven = found.cost_s == found.bound_s

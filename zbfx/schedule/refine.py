@@ -9,20 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from random import Random
 from time import perf_counter
 
 from zbfx.schedule.exact import BW, B, Instance, W
 from zbfx.schedule.ilp import Program, formulate, starts_of
+from zbfx.schedule.listing import Listed
 from zbfx.schedule.longest_path import iteration_ticks, peak_units, run
 from zbfx.schedule.precedence import Precedence, forced_precedence
-from zbfx.schedule.solver import Answer, SolverFailed, solve
+from zbfx.schedule.search import Search, split
+from zbfx.schedule.solver import Answer, SolverFailed, solve_with_any, solvers
 from zbfx.schedule.window import TimedOrders, open_window
 
 Solve = Callable[[Program, float], Answer]
 
 FIRST_PAIRS, FIRST_LIMIT_S, GROWTH = 120, 8.0, 1.6  # open pairs of a window, seconds for it; growth per idle sweep
-LEAST_S = 1.5  # less is not worth starting a solver
+LEAST_S = 0.7  # less is not worth starting a solver
+MOST_ACTIONS = 800  # of a window: forced orders take time that grows with the square
 MOST_FAILURES = 3
 RESOLUTION = 100_000  # gains below the longest action divided by this drown in a solver's tolerances
 
@@ -40,9 +44,9 @@ class Refinement:
     bound_ticks: int
     deadline_s: float
     seed: int = 0
-    solve: Solve = solve
+    solve: Solve = solve_with_any
     notes: list[str] = field(default_factory=list)
-    failures: int = 0
+    failures: int = 0  # of the solver, one after the other
     settled: bool = False
 
     def __post_init__(self) -> None:
@@ -73,7 +77,7 @@ class Refinement:
         while last < total and self.running():
             last, forced = self.widest(first, pairs)
             refuted = forced is None or self.improve(first, last, forced, limit_s)
-            if refuted and first == 0 and last == total:
+            if refuted and (first, last) == (0, total):
                 self.settle("the solver" if forced else "propagation")
                 return
             first += 1 + random.randrange(max(1, 2 * (last - first) // 3))
@@ -87,16 +91,17 @@ class Refinement:
 
     def widest(self, first: int, pairs: int) -> tuple[int, Precedence | None]:
         """The end of the widest window from `first` with at most `pairs` open pairs, and what is forced in it."""
-        total, target = len(self.timed.codes), self.cost_ticks - self.least_gain
-        size, best = min(total - first, 2 * len(self.orders)), None
+        target = self.cost_ticks - self.least_gain
+        most = min(len(self.timed.codes) - first, MOST_ACTIONS)
+        size, best = min(most, 2 * len(self.orders)), None
         while True:
             forced = forced_precedence(open_window(self.timed, first, first + size), target, self.limits)
             if best is not None and forced is not None and len(forced.open_pairs()) > pairs:
                 return best
             best = first + size, forced
-            if first + size == total:
+            if size == most or not self.running():
                 return best
-            size = min(total - first, 1 + size * 5 // 4)
+            size = min(most, 1 + size * 5 // 4)
 
     def improve(self, first: int, last: int, forced: Precedence, limit_s: float) -> bool:
         """Look for a cheaper order in a window and take it. True if the solver says that there is none."""
@@ -109,6 +114,7 @@ class Refinement:
             self.notes.append(f"integer program: {failure}")
             return False
         if answer.values is None:
+            self.failures = 0
             return answer.infeasible
         rows = forced.window.in_order(starts_of(forced, answer.values))
         orders = replaced(self.timed, first, last, rows)
@@ -119,6 +125,7 @@ class Refinement:
                 "integer program: the solver's order does not keep what its objective promises; not taken"
             )
             return False
+        self.failures = 0
         self.take(TimedOrders.of(self.problem, orders))
         self.notes.append(f"integer program: {self.problem.seconds(cost):g} s")
         return False
@@ -131,6 +138,28 @@ def simulated_cost(problem: Instance, orders: Sequence[Sequence[int]], limits: S
         peak_units(problem, order) <= limit for order, limit in zip(orders, limits, strict=True)
     )
     return iteration_ticks(problem, orders, result.starts) if fits and result.complete else None
+
+
+def refine_search(search: Search, deadline_s: float) -> None:
+    """Give integer programs the time that is left of a search which did not meet its bound; keeps what is better."""
+    if search.best is None or search.cost <= search.target:
+        return
+    if not solvers():
+        search.notes.append("integer program: not tried; it needs python-mip: pip install mip")
+        return
+    problem = search.problem
+    orders = tuple(tuple(split(problem, order)) for order in search.best.orders)
+    apart = simulated_cost(problem, orders, search.units)
+    if apart is None or apart > search.cost:
+        orders = search.best.orders
+    work = Refinement(problem, orders, search.units, search.target, deadline_s, search.seed)
+    work.run()
+    search.notes += work.notes
+    search.offer(Listed(work.cost_ticks, work.orders), "integer programs")
+    certificate = search.certificate
+    if work.bound_ticks > search.target:
+        certificate.arguments["integer program"] = work.bound_ticks * certificate.ticks_per_s // problem.ticks_per_s
+    certificate.raise_towards(Fraction(search.cost, problem.ticks_per_s), deadline_s)
 
 
 @dataclass(frozen=True)
@@ -149,7 +178,7 @@ def optimum(
     limits: Sequence[int] | None,
     bound_ticks: int,
     limit_s: float,
-    solve: Solve = solve,
+    solve: Solve = solve_with_any,
 ) -> Optimum:
     """The whole problem as one program, started from `orders` and bounded from below: an oracle for small cases.
 

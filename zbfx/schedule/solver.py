@@ -16,13 +16,14 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from zbfx.errors import ZbfxError
 from zbfx.schedule.ilp import Program
 
 CHILD = (sys.executable, str(Path(__file__).with_name("mip_child.py")))
-STARTUP_S = 0.7  # for the interpreter, the import of python-mip and the transfer, on top of the solver's own limit
+STARTUP_S = 0.4  # for the interpreter, the import of python-mip and the transfer, on top of the solver's own limit
 
 
 class SolverFailed(ZbfxError):
@@ -38,6 +39,28 @@ class Answer:
     infeasible: bool
     bound: float | None  # no solution has a smaller objective
     seconds: float
+
+
+def solvers() -> tuple[str, ...]:
+    """What can be tried here, best first; empty without python-mip."""
+    if find_spec("mip") is None:
+        return ()
+    # python-mip reaches HiGHS through the shared library of highsbox; recent highspy no longer exports its functions.
+    return ("HiGHS", "CBC") if find_spec("highsbox") else ("CBC",)
+
+
+def solve_with_any(program: Program, limit_s: float) -> Answer:
+    """The answer of the first solver that gives a usable one."""
+    failed = SolverFailed("the integer program needs python-mip: pip install mip; the plan stays as it was")
+    begun = time.perf_counter()
+    for solver in solvers():
+        try:
+            return solve(program, limit_s - (time.perf_counter() - begun), solver=solver)
+        except SolverFailed as failure:
+            failed = failure
+        if time.perf_counter() - begun > limit_s - STARTUP_S:
+            break
+    raise failed
 
 
 def solve(
@@ -109,9 +132,9 @@ def end_session(child: subprocess.Popen[str]) -> None:
 def why_failed(status: int, errors: str) -> str:
     last = errors.strip().splitlines()[-1] if errors.strip() else ""
     if "No module named 'mip'" in errors or "import of mip halted" in errors:
-        return "the ILP needs python-mip: pip install mip"
-    if "highs" in last.lower():
-        return f"HiGHS is not usable here ({last}): pip install highspy, or use CBC"
+        return "the integer program needs python-mip: pip install mip"
+    if "HiGHS not found" in errors:
+        return "python-mip finds no HiGHS: pip install highsbox"
     if status < 0:
         return f"the solver's process was ended by signal {-status} ({signal.Signals(-status).name})"
     return f"the solver's process failed with status {status}: {last}"
