@@ -59,12 +59,15 @@ class CapturedStep(RankStep):
         for static_row, row in zip(self.static_rows, rows, strict=True):
             for static, tensor in zip(static_row, row, strict=True):
                 static.copy_(tensor, non_blocking=True)
-        if self.graph is None:
+        if self.graph is None or self.runner.recorder is not None:
             self.capture()
         else:
             self.runner.start_gradients()
         assert self.graph is not None, "captured"
         assert self.static_loss is not None, "captured"
+        if self.runner.recorder is not None:
+            self.channels.barrier()
+            self.runner.recorder.start = self.runner.recorder.mark()
         self.graph.replay()
         return self.static_loss.clone()
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zbfx.messages import Message, TensorLayout
 
 
+NCCL_BLOCKS = 2  # thread blocks per communicator: enough to hide a message behind an action
 FAULT_KEY = "fault"
 FAULT_GRACE = timedelta(seconds=3)  # how long a rank that lost a connection waits for the reason
 
@@ -117,9 +118,17 @@ class LocalTransport:
         self.mailbox.clear()
 
 
-def new_group(ranks: Iterable[int], timeout: timedelta) -> dist.ProcessGroup:
-    """A process group; every process of the world calls this, member or not."""
-    return dist.new_group(sorted(ranks), timeout=timeout)
+def new_group(ranks: Iterable[int], timeout: timedelta, device: torch.device) -> dist.ProcessGroup:
+    """A process group; every process of the world calls this, member or not.
+
+    A receive that waits keeps its thread blocks spinning on the device: NCCL gets few of them, and a stream whose
+    kernels start ahead of queued compute.
+    """
+    if device.type != "cuda":
+        return dist.new_group(sorted(ranks), timeout=timeout)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = NCCL_BLOCKS
+    return dist.new_group(sorted(ranks), timeout=timeout, backend="nccl", pg_options=options)
 
 
 class Channels:
@@ -132,14 +141,14 @@ class Channels:
 
     def __init__(self, rank: int, device: torch.device, timeout: timedelta) -> None:
         self.rank, self.device, self.timeout = rank, device, timeout
-        self.group: dist.ProcessGroup | None = new_group(range(dist.get_world_size()), timeout)
+        self.group: dist.ProcessGroup | None = new_group(range(dist.get_world_size()), timeout, device)
         self.store = group_store(self.group)
         self.pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
 
     def open(self, pairs: Collection[tuple[int, int]]) -> None:
         """Open a channel for each (source, target); the ranks must agree on `pairs`, or they wait for each other."""
         for source, target in sorted(pairs):
-            group = new_group((source, target), self.timeout)
+            group = new_group((source, target), self.timeout, self.device)
             if self.rank in (source, target):
                 self.pairs[source, target] = group
                 self.copy(torch.zeros(1, device=self.device), source, target)
@@ -160,6 +169,13 @@ class Channels:
 
     def broadcast(self, value: Tensor, source: int) -> None:
         dist.broadcast(value, src=source, group=self.group)
+
+    def barrier(self) -> None:
+        """Wait until every rank's device has come this far."""
+        for source in range(dist.get_world_size()):
+            self.broadcast(torch.zeros(1, device=self.device), source)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def gather(self, value: object) -> list[object]:
         """The picklable value of every rank, in order, on every rank."""

@@ -8,8 +8,9 @@ stages, and share the results: every rank plans from the same numbers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -26,6 +27,7 @@ from zbfx.plan import CostTable, Edge, Kind, StageCost
 
 REPETITIONS = 8  # calls per timing, back to back
 TIMINGS = 5  # of which the median counts
+WARM_UP_S = 2.0  # a GPU lowers its clock within this time of full load
 
 
 def node_timer(
@@ -73,7 +75,8 @@ def clock_s(call: Callable[[], Any]) -> float:
     return median(seconds)
 
 
-def graph_s(call: Callable[[], Any]) -> float:
+def captured(call: Callable[[], Any], repetitions: int) -> torch.cuda.CUDAGraph:
+    """So many calls as a CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -81,8 +84,13 @@ def graph_s(call: Callable[[], Any]) -> float:
     side.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(REPETITIONS):
+        for _ in range(repetitions):
             call()
+    return graph
+
+
+def graph_s(call: Callable[[], Any]) -> float:
+    graph = captured(call, REPETITIONS)
     graph.replay()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(TIMINGS + 1)]
     marks[0].record()
@@ -171,21 +179,41 @@ def measured_costs(
 def measured_stage(
     stage: Stage, estimated: StageCost, device: torch.device, compiled: Callable[[Phase], Callable[..., Any]]
 ) -> StageCost:
-    seconds = {}
+    """The stage's phases, timed in turn as a step runs them, until the device has the clock that it keeps under load."""
+    calls: dict[Kind, Callable[[], Any]] = {}
     for kind, phase in stage.phases.items():
-        seconds[kind] = 0.0
         if not phase.is_empty:
             inputs = phase.module.graph.find_nodes(op="placeholder")
             args = [dummy(node.meta["val"], device) if "val" in node.meta else 0 for node in inputs]
-            run = compiled(phase)
-            seconds[kind] = device_s(lambda run=run, args=args: run(*args), device)  # type: ignore[misc]
-            del args
+            calls[kind] = partial(compiled(phase), *args)
+    seconds = dict.fromkeys((Kind.F, Kind.B, Kind.W), 0.0) | sustained_s(calls, device)
     return replace(
         estimated,
         forward_s=seconds[Kind.F],
         backward_input_s=seconds[Kind.B],
         backward_weight_s=seconds[Kind.W],
     )
+
+
+def sustained_s(calls: Mapping[Kind, Callable[[], Any]], device: torch.device) -> dict[Kind, float]:
+    """Median seconds of each call, all of them in turn, the first `WARM_UP_S` left out on a GPU."""
+    if device.type != "cuda":
+        return {kind: clock_s(call) for kind, call in calls.items()}
+    graphs = {kind: captured(call, repetitions=1) for kind, call in calls.items()}
+    seconds: dict[Kind, list[float]] = {kind: [] for kind in calls}
+    end = time.perf_counter() + WARM_UP_S
+    while time.perf_counter() < end or len(seconds[Kind.F]) < TIMINGS:
+        warm = time.perf_counter() >= end
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(graphs) + 1)]
+        marks[0].record()
+        for graph, mark in zip(graphs.values(), marks[1:], strict=True):
+            graph.replay()
+            mark.record()
+        marks[-1].synchronize()
+        for kind, (start, stop) in zip(graphs, pairwise(marks), strict=True):
+            if warm:
+                seconds[kind].append(start.elapsed_time(stop) / 1e3)
+    return {kind: median(found) for kind, found in seconds.items()}
 
 
 def measured_edge(edge: Edge, stages: Sequence[Stage], placement: Sequence[int], device: torch.device) -> Edge:

@@ -171,7 +171,7 @@ class Pipeline:
         for call in runner.calls:
             call.run = compiled(call.phase)
         step_type = CapturedStep if self.backend.startswith("cudagraph") else RankStep
-        return step_type(runner, channels, loss_rank, **self.step_options(int(str(seeds[0]))))
+        return step_type(runner, channels, self.schedule, loss_rank, **self.step_options(int(str(seeds[0]))))
 
     def step_options(self, seed: int) -> dict[str, Any]:
         microbatches = self.schedule.microbatches

@@ -17,6 +17,7 @@ from zbfx import comm
 from zbfx.codegen import AddToGradient, PartialSum, PhaseCall, Program
 from zbfx.errors import PipelineFault
 from zbfx.graphs import Role
+from zbfx.timeline import Recorder
 
 Run = Generator[int, None, tuple[Tensor, ...]]
 
@@ -41,6 +42,7 @@ class RankRunner:
         self.additions = [m for m in modules if isinstance(m, AddToGradient)]
         self.nodes = list(program.module.graph.nodes)
         self.dying = dying_values(self.nodes)
+        self.recorder: Recorder | None = None
         self.keep_gradients = False  # accumulate into the same memory in every step, whatever becomes of `.grad`
         self.kept: dict[str, Tensor] = {}
 
@@ -144,10 +146,14 @@ class RankRunner:
         return losses
 
     def call(self, node: fx.Node, args: tuple[Any, ...], step: int) -> Any:
+        recorder, action = self.recorder, node.meta.get("action")
         try:
-            return self.program.module.get_submodule(str(node.target))(*args)
+            start = recorder.mark() if recorder else None
+            result = self.program.module.get_submodule(str(node.target))(*args)
+            if recorder and action:
+                recorder.marks.append((action, start, recorder.mark()))
+            return result
         except Exception as error:
-            action = node.meta.get("action")
             if action is None:
                 raise
             raise PipelineFault(

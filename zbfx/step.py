@@ -12,7 +12,9 @@ from zbfx import comm, rng
 from zbfx.batch import Signature, TensorSpec
 from zbfx.comm import Channels
 from zbfx.errors import InputError, PipelineFault
+from zbfx.plan import Schedule
 from zbfx.run import RankRunner, Run
+from zbfx.timeline import Profile, Recorder
 
 
 class Step:
@@ -111,9 +113,9 @@ class RankStep(Step):
     When a rank fails, every rank raises `PipelineFault` with that rank's message. The step cannot be used after that.
     """
 
-    def __init__(self, runner: RankRunner, channels: Channels, loss_rank: int, **options: Any) -> None:
+    def __init__(self, runner: RankRunner, channels: Channels, schedule: Schedule, loss_rank: int, **options: Any):
         super().__init__(**options)
-        self.runner, self.channels, self.loss_rank = runner, channels, loss_rank
+        self.runner, self.channels, self.schedule, self.loss_rank = runner, channels, schedule, loss_rank
         self.fault: str | None = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -137,6 +139,18 @@ class RankStep(Step):
             raise PipelineFault(self.fault) from error
         self.count += 1
         return loss
+
+    def profile(self, *args: Any, **kwargs: Any) -> Profile:
+        """Run one step (its gradients count) and return the measured timeline of all ranks, on every rank."""
+        self.runner.recorder = Recorder(self.device)
+        try:
+            self.channels.barrier()
+            self.runner.recorder.begin()
+            self(*args, **kwargs)
+            spans = self.channels.gather(tuple(self.runner.recorder.spans()))
+        finally:
+            self.runner.recorder = None
+        return Profile(self.schedule, tuple(spans))  # type: ignore[arg-type]
 
     def execute(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         self.runner.start(self.loss_gradient)
