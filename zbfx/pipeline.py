@@ -49,7 +49,33 @@ def compile(
     device: torch.device | str | None = None,
     backend: str = "eager",
 ) -> Pipeline:
-    """Compile `model` into a pipeline over `stages` ranks."""
+    """Compile `model` into a pipeline over `stages` ranks. Nothing of the model changes, and nothing runs on its data.
+
+    Under an initialised torch.distributed every rank calls this, and all get the plan of rank 0.
+
+    model            any nn.Module; parameters may be on the meta device
+    stages           pipeline ranks, each with one piece of the model, or with `stages_per_rank` of them
+    microbatches     how many a step runs and accumulates
+    example_inputs   positional arguments of the model for one microbatch, nested as you like; `example_kwargs` likewise.
+                     Only structure, shapes and dtypes count (meta tensors will do). Tensors with the first one's leading
+                     size are cut along dimension 0; others are given to every microbatch whole
+    example_targets  further arguments of `loss_fn`, one or a tuple
+    loss_fn          `(outputs, *targets) -> scalar`, a function or a module; None: the model returns its loss (itself,
+                     as `.loss`, or first in a tuple)
+    schedule         a name of `zbfx.schedule.names()`, a Schedule, an order of actions per rank, or a function
+                     `(costs, microbatches) -> orders`
+    mem_limit        what a rank may hold, in the bytes of the cost table: one number, one per rank, or a multiple like
+                     "2x" of the activations that 1F1B holds; None: no limit
+    costs            "estimate" (closed form), "measure" (times the phases on `device`, takes seconds), or a CostTable
+    cuts             names of the submodules that begin the second stage, the third, ...; None: balanced cuts, found
+    stages_per_rank  2 or more for interleaved stages; V schedules have 2
+    device           what the pipeline runs on; None: where the model's tensors are, the CPU for a model on meta
+    backend          "eager", "inductor" (compiled phases), "cudagraph" (a rank's whole step as one graph),
+                     "cudagraph+inductor"
+
+    Raises `TraceError` where the model cannot be traced, naming the user's line; `InvalidSchedule` for an order that
+    breaks a rule; `NoFeasibleSchedule` under a `mem_limit` that is too small; `ZbfxError`, their base, for the rest.
+    """
     targets = example_targets if isinstance(example_targets, tuple) else (example_targets,)
     device = torch.device(device) if device is not None else device_of(model)
     hardware = cost.hardware_of(device)
@@ -82,7 +108,7 @@ def placement_of(schedule: Any, ranks: int, stages_per_rank: int | None) -> tupl
         raise ZbfxError(f"stages is the number of ranks, an integer >= 1; found {ranks!r}")
     if isinstance(schedule, Schedule):
         return schedule.costs.placement
-    if schedule in ("zb-v", "v-half", "v-min"):
+    if schedule in ("zb-v", "zb-v-order", "v-half", "v-min"):
         return (*range(ranks), *reversed(range(ranks)))
     if schedule == "interleaved-1f1b":
         return tuple(range(ranks)) * (stages_per_rank or 2)
@@ -91,7 +117,11 @@ def placement_of(schedule: Any, ranks: int, stages_per_rank: int | None) -> tupl
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A compiled pipeline: `schedule` prints as a grid, `programs[rank].code` is what a rank does."""
+    """A compiled pipeline, ready to run: `run_local` in this process, `bind` over torch.distributed.
+
+    `schedule` prints as a grid; `programs[rank].code` is what a rank does; `stages[i].phases["F"].module.code` is what an
+    action computes.
+    """
 
     model: nn.Module
     loss_fn: Callable[..., Tensor] | None
