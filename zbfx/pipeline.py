@@ -56,9 +56,9 @@ def compile(
     model            any nn.Module; parameters may be on the meta device
     stages           pipeline ranks, each with one piece of the model, or with `stages_per_rank` of them
     microbatches     how many a step runs and accumulates
-    example_inputs   positional arguments of the model for one microbatch, nested as you like; `example_kwargs` likewise.
-                     Only structure, shapes and dtypes count (meta tensors will do). Tensors with the first one's leading
-                     size are cut along dimension 0; others are given to every microbatch whole
+    example_inputs   positional arguments of the model for one microbatch, nested as you like; `example_kwargs` too.
+                     Structure, shapes and dtypes count, values do not: meta tensors will do. Tensors as long as the
+                     first one in dimension 0 are cut along it; others are given to every microbatch whole
     example_targets  further arguments of `loss_fn`, one or a tuple
     loss_fn          `(outputs, *targets) -> scalar`, a function or a module; None: the model returns its loss (itself,
                      as `.loss`, or first in a tuple)
@@ -119,8 +119,8 @@ def placement_of(schedule: Any, ranks: int, stages_per_rank: int | None) -> tupl
 class Pipeline:
     """A compiled pipeline, ready to run: `run_local` in this process, `bind` over torch.distributed.
 
-    `schedule` prints as a grid; `programs[rank].code` is what a rank does; `stages[i].phases["F"].module.code` is what an
-    action computes.
+    `schedule` prints as a grid; `programs[rank].code` is what a rank does; `stages[i].phases["F"].module.code` is what
+    an action computes.
     """
 
     model: nn.Module
