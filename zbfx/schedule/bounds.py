@@ -174,6 +174,25 @@ def one_rank_bound(problem: Instance, limits: Sequence[int] | None) -> int:
     return best
 
 
+def occupancy_bound(problem: Instance, limits: Sequence[int] | None) -> int:
+    """Memory times time: a rank whose limit is M offers at most M C while it takes C.
+
+    Each microbatch takes M_B of stage s from the start of its F to the end of its B, at least as long as its way from
+    one to the other, and M_W during its W.
+    """
+    if limits is None:
+        return 0
+    count, m = problem.stage_count, problem.microbatches
+    taken = [0] * problem.rank_count
+    for stage, rank in enumerate(problem.placement):
+        held = paths_from(problem, stage)[B * count + stage] + problem.ticks[B * count + stage]
+        pending = -problem.grows[W * count + stage] * problem.ticks[W * count + stage]
+        taken[rank] += m * (problem.grows[stage] * int(held) + pending)
+    return (
+        max(-(-needed // limit) for needed, limit in zip(taken, limits, strict=True) if limit > 0) if any(limits) else 0
+    )
+
+
 def _most_before_first_b(problem: Instance, stages: Sequence[int], limit: int | None) -> tuple[int, int]:
     """How many Fs fit before the first B, and at most how long they take."""
     total = problem.microbatches * len(stages)

@@ -8,7 +8,7 @@ from math import ceil
 from time import perf_counter
 
 from zbfx.plan import CostTable, Number
-from zbfx.schedule.bounds import head_tail_bound, one_rank_bound, stream_bound, work_bound
+from zbfx.schedule.bounds import head_tail_bound, occupancy_bound, one_rank_bound, stream_bound, work_bound
 from zbfx.schedule.chain import chain, split_only
 from zbfx.schedule.exact import instance
 from zbfx.schedule.propagation import Propagation, Windows, propagation_bound
@@ -23,7 +23,11 @@ class Certificate:
         self.ticks_per_s = problem.ticks_per_s
         self.pipe = chain(problem, units)
         self.warm_up: tuple[tuple[int, int], ...] | None = None
-        self.arguments = {"work": work_bound(problem), "one rank": one_rank_bound(problem, units)}
+        self.arguments = {
+            "work": work_bound(problem),
+            "one rank": one_rank_bound(problem, units),
+            "occupancy": occupancy_bound(problem, units),
+        }
         if self.pipe is not None:
             head_tail = head_tail_bound(self.pipe)
             self.warm_up = head_tail.warm_up

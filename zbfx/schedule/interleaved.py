@@ -25,9 +25,7 @@ def interleaved_1f1b(costs: CostTable, microbatches: int) -> Ranks:
             f"{costs.placement}"
         )
     chunks = count // p
-    virtual = [
-        (chunk, first + j) for first in range(0, microbatches, p) for chunk in range(chunks) for j in range(p)
-    ]
+    virtual = [(chunk, first + j) for first in range(0, microbatches, p) for chunk in range(chunks) for j in range(p)]
     ranks = []
     for rank in range(p):
         forward = [Action(Kind.F, chunk * p + rank, j) for chunk, j in virtual]

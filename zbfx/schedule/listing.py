@@ -57,9 +57,13 @@ class ListScheduler:
             problem.microbatches * sum(problem.ticks[kind * count + s] for s in self.stages[rank] for kind in (F, B, W))
             for rank in ranks
         ]
-        # An F must leave room for the later stages of its rank: no B comes back before they have run.
+        # An F must leave room for the later stages of its rank, as no B comes back before they have run, and for what
+        # that B adds where M_W exceeds M_B.
+        grows = problem.grows
         self.room = [
-            problem.grows[s] + sum(problem.grows[later] for later in self.stages[problem.placement[s]] if later > s)
+            grows[s]
+            + sum(grows[later] for later in self.stages[problem.placement[s]] if later > s)
+            + max(0, max(grows[count + other] for other in self.stages[problem.placement[s]]))
             for s in range(count)
         ]
         self.receivers: list[list[tuple[int, int]]] = [[] for _ in range(2 * count)]  # (rank, lag) per producing group

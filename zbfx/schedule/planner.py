@@ -130,8 +130,10 @@ def _search(
                 compared.append(search.compare(other, generate(costs, microbatches)))
             except ZbfxError as refusal:
                 compared.append(f"{other}: {str(refusal).splitlines()[0]}")
+    search.try_fused()
     search.run()
     refine_search(search, deadline_s)
+    search.fuse()
     found = search.result()
     schedule = build(name, costs, microbatches, found.ranks, limits)
     proven = found.cost_s == found.bound_s

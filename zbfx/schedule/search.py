@@ -12,15 +12,17 @@ from time import perf_counter
 from zbfx.plan import CostTable, Number
 from zbfx.schedule.certificate import Certificate
 from zbfx.schedule.exact import BW, B, Instance, W, instance
+from zbfx.schedule.fusing import evaluated, fuse, fuse_where_it_pays, fused_costs, savings
 from zbfx.schedule.handmade import Ranks
 from zbfx.schedule.listing import PATIENCE_UNIT, Listed, ListScheduler, Rule
 from zbfx.schedule.local_search import LocalSearch
-from zbfx.schedule.longest_path import iteration_ticks, peak_units, run
+from zbfx.schedule.longest_path import peak_units
 from zbfx.schedule.rules import first_rules, most_in_flight
 from zbfx.schedule.variation import RefillVariation, RuleVariation, Variation
 
 FIRST_STEPS, STEPS_GROWTH = 40, 1.5  # list schedules, and moves of the local search, per line and round
 RULE_LINES, REFILL_LINES = 3, 2  # schedules from which search goes on
+FUSED_SHARE = 0.4  # of the time, for schedules whose cheaper fused backwards stay whole
 GRID_SHARE = 0.3  # of the time, at most, for the grid of rules
 LEADING = 2  # rules tried before anything else
 PATIENCES = (PATIENCE_UNIT - 1, PATIENCE_UNIT // 2, 1, 0)
@@ -108,14 +110,14 @@ class Search:
     def compare(self, name: str, ranks: Ranks) -> str:
         """Take a generated order, and the same with its Ws placed anew, if it fits; say in one line how it does."""
         orders = self.problem.encode(ranks)
-        result = run(self.problem, orders)
-        if not result.complete:
-            return f"{name}: deadlocks"
-        cost = iteration_ticks(self.problem, orders, result.starts)
         peaks = [peak_units(self.problem, order) for order in orders]
+        listed = evaluated(self.problem, orders, None)
+        if listed is None:
+            return f"{name}: deadlocks"
+        cost = listed.cost
         fits = self.units is None or all(peak <= limit for peak, limit in zip(peaks, self.units, strict=True))
         if fits:
-            self.offer(Listed(cost, tuple(map(tuple, orders))), name)
+            self.offer(listed, name)
         self.generated.append((name, [split(self.problem, order) for order in orders]))
         peak = max(self.problem.bytes(peak + static) for peak, static in zip(peaks, self.problem.static, strict=True))
         return f"{name}: {self.problem.seconds(cost):g} s, {peak:g} bytes{'' if fits else ', over the limit'}"
@@ -126,6 +128,8 @@ class Search:
         Rounds are counted in steps, not seconds, so the way is the same for a seed and only its end depends on time.
         """
         lines = [*self._rules(), *self._refills()]
+        if self.best is None:
+            self.offer(evaluated(self.problem, self.one_by_one(), self.units), "one microbatch after the other")
         self.raise_bound()
         lines.sort(key=lambda line: line.cost)
         steps = FIRST_STEPS
@@ -139,6 +143,18 @@ class Search:
                 self.raise_bound()
             lines = sorted(lines, key=lambda line: line.cost)[: max(2, len(lines) - 1)]
             steps = int(steps * STEPS_GROWTH)
+
+    def one_by_one(self) -> list[list[int]]:
+        """The order that needs least memory: one microbatch after the other, every backward fused."""
+        count, m = self.problem.stage_count, self.problem.microbatches
+        return [
+            [
+                group * m + j
+                for j in range(m)
+                for group in (*sorted(stages), *(BW * count + s for s in sorted(stages, reverse=True)))
+            ]
+            for stages in self.scheduler.stages
+        ]
 
     def _line(self, variation: Variation, how: str) -> Line:
         return Line(variation, LocalSearch(self.problem, self.units, self.seed), f"{how} and local search")
@@ -179,6 +195,27 @@ class Search:
             self._line(RuleVariation(self.scheduler, rule, listed, most, self.seed), "list scheduling varied")
             for listed, rule in kept
         ]
+
+    def try_fused(self) -> None:
+        """Search as if every stage whose BW takes less time or memory than B and W apart had only BW."""
+        count = self.problem.stage_count
+        stages = [s for s, saved in savings(self.problem).items() if saved > 0 or self.problem.grows[count + s] > 0]
+        if not stages:
+            return
+        until = perf_counter() + FUSED_SHARE * (self.deadline_s - perf_counter())
+        other = Search(fused_costs(self.costs, stages), self.microbatches, self.limits, self.seed, until)
+        other.lead()
+        other.run()
+        if other.best is not None:
+            orders = fuse(self.problem, [split(self.problem, order) for order in other.best.orders], stages)
+            self.offer(evaluated(self.problem, orders, self.units), "backwards fused")
+
+    def fuse(self) -> None:
+        """Run B and W as one where that takes no longer."""
+        if self.best is not None:
+            self.best, stages = fuse_where_it_pays(self.problem, self.best, self.units)
+            if stages:
+                self.notes.append(f"not split, as BW takes no longer: stages {', '.join(map(str, stages))}")
 
     def raise_bound(self) -> None:
         if self.running():
