@@ -197,6 +197,11 @@ def as_joint(module: fx.GraphModule, signature: Signature, canonical: Mapping[st
         for value, description in zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
         if value is not None
     ]
+    if not any(port.role is Role.GRADIENT for _, port in kept):
+        raise TraceError(
+            "the loss is a parameter itself, or a view of one, which the tracer takes for no result: "
+            "found no gradient of any parameter. Return a copy (`loss.clone()`)"
+        )
     output.args = (tuple(value for value, _ in kept),)
     return Joint(graph, tuple(inputs), tuple(port for _, port in kept), constants)
 
