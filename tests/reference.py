@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,15 @@ from torch.utils import _pytree as pytree
 
 import zbfx
 from tests.models import Problem
+from zbfx import cost
 from zbfx.codegen import generate
+from zbfx.graphs import Joint, Placed, Stage
+from zbfx.passes.canonicalize import canonicalize
+from zbfx.passes.extract import extract
+from zbfx.passes.partition import partition
+from zbfx.passes.split import split
 from zbfx.schedule import plan
+from zbfx.trace import trace
 
 Gradients = Mapping[str, Tensor | None]
 
@@ -106,3 +114,25 @@ def assert_same(found: tuple[Tensor, Gradients], expected: tuple[Tensor, Gradien
         if gradient is not None and wanted is not None:
             errors[name] = relative_error(gradient, wanted)
     assert {name: error for name, error in errors.items() if not error <= tolerance} == {}
+
+
+def traced(problem: Problem, device: str = "cpu") -> Joint:
+    """The canonical joint graph of the problem's batch, taken as one microbatch."""
+    joint, _ = trace(
+        problem.model,
+        problem.loss_fn,
+        problem.inputs,
+        dict(problem.kwargs),
+        problem.targets,
+        device=torch.device(device),
+    )
+    return canonicalize(joint)
+
+
+def placed(problem: Problem, stages: int, cuts: Sequence[str] | None = None) -> Placed:
+    seconds = partial(cost.node_s, hardware=cost.CPU)
+    return partition(traced(problem), stages, seconds=seconds, bytes_per_s=cost.CPU.link_bytes_per_s, cuts=cuts)
+
+
+def staged(problem: Problem, stages: int, cuts: Sequence[str] | None = None) -> tuple[Stage, ...]:
+    return extract(split(placed(problem, stages, cuts)))

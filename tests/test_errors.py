@@ -144,6 +144,17 @@ def test_detached_loss() -> None:
     assert "detaches the loss" in refusal(problem, TraceError)
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_loss_that_is_a_parameter(name: str) -> None:
+    class Returning(Branching):
+        def forward(self, x: Tensor) -> Tensor:
+            return getattr(self.layer, name).view(-1)[0]
+
+    message = refusal(Problem(Returning(), lambda output: output, (numbers(4, WIDTH),)), TraceError)
+    assert "no gradient of any parameter" in message
+    assert "loss.clone()" in message
+
+
 def test_loss_that_is_no_scalar() -> None:
     problem = replace(mlp(2), loss_fn=lambda output, targets: (output - targets).square())
     message = refusal(problem, TraceError)

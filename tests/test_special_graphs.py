@@ -308,6 +308,18 @@ class SideLoss(nn.Module):
         return self.third(h), torch.softmax(h, -1).square().mean()
 
 
+LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "one entry": lambda self, x: (x @ self.a).sum(1).mean(0, keepdim=True),
+    "entry of an activation": lambda self, x: (x @ self.a).reshape(-1)[3],
+    "copy of a parameter's entry": lambda self, x: self.a[1, 2].clone(),
+}
+
+
+@pytest.mark.parametrize("body", LOSSES.values(), ids=LOSSES.keys())
+def test_loss_that_is_a_view(body: Callable[[Any, Tensor], Tensor]) -> None:
+    check(Problem(Body(body), lambda output: output.reshape(()), (numbers(6, WIDTH),)), 1)
+
+
 def test_side_loss_of_a_middle_stage() -> None:
     def loss_fn(output: tuple[Tensor, Tensor]) -> Tensor:
         return squares(output[0]) + 0.1 * output[1]

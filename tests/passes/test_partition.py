@@ -1,0 +1,89 @@
+"""Stages of a joint graph. Run: pytest tests/passes (CPU, nothing is allocated or run)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx, nn
+
+from tests.models import Maker, Problem, gpt, mlp, numbers, squares, t5, unet_group_norm
+from tests.reference import placed
+from zbfx.graphs import Placed, Role
+from zbfx.passes.partition import module_of
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize("make", [mlp, gpt, unet_group_norm, t5])
+@pytest.mark.parametrize("stages", [1, 3, 4])
+def test_every_node_is_in_one_stage_and_every_stage_has_some(make: Maker, stages: int) -> None:
+    found = placed(make(1), stages)
+    calls = [node for node in found.joint.graph.nodes if node.op == "call_function"]
+    everywhere = [node for node in calls if node not in found.stage_of]
+    assert set(found.stage_of) | set(everywhere) == set(calls)
+    assert not set(everywhere) & set(found.line.gradients)
+    assert {found.stage_of[node] for node in found.line.forward} == set(range(stages))
+
+
+@pytest.mark.parametrize("make", [mlp, gpt, unet_group_norm, t5])
+def test_values_travel_forward_and_gradients_back(make: Maker) -> None:
+    found = placed(make(1), 4)
+    for node, stage in found.stage_of.items():
+        for source in (s for s in node.all_input_nodes if s in found.stage_of):
+            if source in found.line.gradients:
+                assert found.stage_of[source] >= stage
+            else:
+                assert found.stage_of[source] <= stage or node in found.line.gradients
+
+
+def stages_with(found: Placed, target: object) -> list[int]:
+    return [found.stage_of[node] for node in found.line.forward if node.target is target]
+
+
+def test_equal_layers_are_shared_out_equally() -> None:
+    problem = mlp(1, width=64, layers=8)
+    assert stages_with(placed(problem, 4), aten.addmm.default) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert stages_with(placed(problem, 2), aten.addmm.default) == [0] * 4 + [1] * 4
+
+
+def test_cut_falls_where_little_crosses() -> None:
+    """Two equal halves, joined by a layer of width 2."""
+    torch.manual_seed(0)
+    wide = [nn.Linear(64, 64), nn.Tanh()] * 2
+    model = nn.Sequential(*wide, nn.Linear(64, 2), nn.Linear(2, 64), *wide)
+    found = placed(Problem(model, squares, (numbers(32, 64),)), 2)
+    crossing = values_crossing(found)
+    assert [tuple(node.meta["val"].shape) for node in crossing] == [(32, 2)]
+
+
+def values_crossing(found: Placed) -> list[fx.Node]:
+    return [
+        node
+        for node in found.line.forward
+        if any(u in found.line.position and found.stage_of[u] > found.stage_of[node] for u in node.users)
+    ]
+
+
+def test_named_cuts_are_where_the_submodules_begin() -> None:
+    found = placed(gpt(1), 3, cuts=["blocks.1", "blocks.3.up"])
+    owners = [(module_of(node), found.stage_of[node]) for node in found.line.forward]
+    assert {stage for owner, stage in owners if owner.startswith("blocks.0")} == {0}
+    assert {stage for owner, stage in owners if owner.startswith(("blocks.1", "blocks.2", "blocks.3.qkv"))} == {1}
+    assert {stage for owner, stage in owners if owner.startswith(("blocks.3.up", "blocks.3.down", "head"))} == {2}
+
+
+def test_as_many_stages_as_there_are_nodes() -> None:
+    problem = mlp(1, layers=2)
+    nodes = len(placed(problem, 1).line.forward)
+    found = placed(problem, nodes)
+    assert [found.stage_of[node] for node in found.line.forward] == list(range(nodes))
+
+
+def test_read_and_write_of_a_buffer_share_a_stage() -> None:
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.BatchNorm1d(8))))
+    found = placed(Problem(model, squares, (numbers(4, 8),)), 4)
+    ports = dict(zip(found.joint.output_values, found.joint.outputs, strict=True))
+    for value, port in ports.items():
+        if port.role is Role.BUFFER_UPDATE and value in found.stage_of:
+            reads = [n for n in value.all_input_nodes if n in found.stage_of]
+            assert {found.stage_of[node] for node in reads} <= {found.stage_of[value]}
