@@ -50,13 +50,23 @@ def test_a_solver_that_prints_on_stdout_does_not_garble_the_answer(tmp_path: Pat
 
 
 def test_crash_of_the_interpreter() -> None:
-    with pytest.raises(SolverFailed, match=r"ended by signal 6 \(SIGABRT\); the plan stays as it was"):
+    with pytest.raises(SolverFailed, match=r"ended by signal 6 \(Aborted\); the plan stays as it was"):
         solve(PROGRAM, 30, command=python("import os; os.abort()"))
+
+
+def test_process_that_cannot_start() -> None:
+    with pytest.raises(SolverFailed, match="the solver's process cannot start"):
+        solve(PROGRAM, 30, command=("/no/such/interpreter",))
 
 
 def test_failure_status() -> None:
     with pytest.raises(SolverFailed, match="failed with status 1: MemoryError: no room"):
         solve(PROGRAM, 30, command=python("raise MemoryError('no room')"))
+
+
+def test_nonsense_that_is_not_text() -> None:
+    with pytest.raises(SolverFailed, match="the solver's answer cannot be read"):
+        solve(PROGRAM, 30, command=python("import sys; sys.stdout.buffer.write(bytes([255, 254, 0]))"))
 
 
 @pytest.mark.parametrize(
@@ -65,10 +75,12 @@ def test_failure_status() -> None:
         "",
         "lots of nonsense",
         "[]",
+        "[" * 9000,
         '{"status": "OPTIMAL"}',
         '{"status": "OPTIMAL", "values": [1, 2], "bound": 0}',
         '{"status": "OPTIMAL", "values": [1, NaN, 0], "bound": 0}',
         '{"status": "OPTIMAL", "values": ["x", 1, 0], "bound": 0}',
+        f'{{"status": "OPTIMAL", "values": [1{"0" * 400}, 1, 0], "bound": 0}}',
     ],
 )
 def test_nonsense(text: str) -> None:

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -69,7 +69,10 @@ def solve(
     """Solve `program` within `limit_s` seconds of wall clock. Raises SolverFailed when there is no usable answer."""
     begun = time.perf_counter()
     request = {
-        **asdict(program),
+        "lower": program.lower,
+        "upper": program.upper,
+        "first_binary": program.first_binary,
+        "start": program.start,
         "rows": [(row.columns, row.coefficients, row.bound) for row in program.rows],
         "limit_s": max(0.1, limit_s - STARTUP_S),
         "solver": solver,
@@ -84,7 +87,7 @@ def solve(
             if len(values) != len(program.lower) or not all(map(math.isfinite, values)):
                 raise ValueError(f"{len(values)} values for {len(program.lower)} columns, or not finite")
         bound = None if bound is None else float(bound)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise SolverFailed(f"the solver's answer cannot be read ({error}); the plan stays as it was") from error
     return Answer(
         values=values,
@@ -97,14 +100,18 @@ def solve(
 
 def run_child(command: Sequence[str], text: str, limit_s: float) -> str:
     """What the child printed. The child and all that it started are gone when this returns or raises."""
-    child = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    try:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise SolverFailed(f"the solver's process cannot start ({error}); the plan stays as it was") from error
     try:
         output, errors = child.communicate(text, timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -136,5 +143,5 @@ def why_failed(status: int, errors: str) -> str:
     if "HiGHS not found" in errors:
         return "python-mip finds no HiGHS: pip install highsbox"
     if status < 0:
-        return f"the solver's process was ended by signal {-status} ({signal.Signals(-status).name})"
+        return f"the solver's process was ended by signal {-status} ({signal.strsignal(-status)})"
     return f"the solver's process failed with status {status}: {last}"
