@@ -77,7 +77,7 @@ def compile(
     breaks a rule; `NoFeasibleSchedule` under a `mem_limit` that is too small; `ZbfxError`, their base, for the rest.
     """
     targets = example_targets if isinstance(example_targets, tuple) else (example_targets,)
-    device = torch.device(device) if device is not None else device_of(model)
+    device = checked_device(device) if device is not None else device_of(model)
     hardware = cost.hardware_of(device)
     placement = placement_of(schedule, stages, stages_per_rank)
     if not isinstance(microbatches, int) or microbatches < 1:
@@ -102,11 +102,25 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
+def checked_device(device: torch.device | str) -> torch.device:
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ZbfxError(f"device names a device of torch, like 'cpu' or 'cuda'; found {device!r}") from error
+    if found.type == "cuda" and not torch.backends.cuda.is_built():
+        raise ZbfxError(
+            f"device={str(device)!r}: this torch is built without CUDA. Use device='cpu', or install another"
+        )
+    return found
+
+
 def placement_of(schedule: Any, ranks: int, stages_per_rank: int | None) -> tuple[int, ...]:
     """Stage -> rank: down and up again for the V schedules, looped for interleaved ones, one stage a rank otherwise."""
     if not isinstance(ranks, int) or ranks < 1:
         raise ZbfxError(f"stages is the number of ranks, an integer >= 1; found {ranks!r}")
     if isinstance(schedule, Schedule):
+        if schedule.costs.rank_count != ranks:
+            raise ZbfxError(f"the schedule is for {schedule.costs.rank_count} ranks; found stages={ranks}")
         return schedule.costs.placement
     if schedule in ("zb-v", "zb-v-order", "v-half", "v-min"):
         return (*range(ranks), *reversed(range(ranks)))
