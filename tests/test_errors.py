@@ -225,6 +225,26 @@ def test_cuts_out_of_order(cuts: list[str]) -> None:
     assert str(cuts) in message
 
 
+def test_schedule_for_other_ranks() -> None:
+    schedule = compiled(mlp(2), 3, 2).schedule
+    message = refusal(mlp(2), schedule=schedule)
+    assert "the schedule is for 3 ranks" in message
+    assert "stages=2" in message
+    assert compiled(mlp(2), 3, 2, schedule=schedule).schedule.ranks == schedule.ranks
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", ""])
+def test_unknown_device(device: str) -> None:
+    assert repr(device) in refusal(mlp(2), device=device)
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch is built with CUDA")
+def test_device_that_this_torch_does_not_have() -> None:
+    message = refusal(mlp(2), device="cuda")
+    assert "built without CUDA" in message
+    assert "device='cpu'" in message
+
+
 def test_unknown_schedule() -> None:
     message = refusal(mlp(2), schedule="zb-h9")
     assert "'zb-h9'" in message
