@@ -12,6 +12,7 @@ from collections import defaultdict
 import torch
 from torch import fx
 
+from zbfx.errors import TraceError
 from zbfx.graphs import Joint, Line, Role
 from zbfx.passes.canonicalize import is_gradient_addition
 from zbfx.passes.nodes import flop_formula, is_random, is_view
@@ -97,8 +98,15 @@ def recomputed(
         equal[node] = first.setdefault(value_number(node), node)
     for node in forward:
         pool[value_number(node)].append(node)
+    draws = {id(nodes) for nodes in pool.values() if len(nodes) > 1 and is_random(nodes[0])}
     for node in repeats:
         matches = pool.get(value_number(node))
         if matches:
+            if id(matches) in draws:
+                raise TraceError(
+                    f"{node.target} draws more than once from one value, at {matches[0].meta.get('stack_trace')}, and "
+                    f"checkpointing repeats a draw: which one cannot be told. Let each draw from a value of its own "
+                    f"(`x.clone()`), or keep dropout out of the checkpointed part"
+                )
             original[node] = matches.pop(0)
     return original

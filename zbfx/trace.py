@@ -121,7 +121,7 @@ def trace(
     except _torch.DATA_DEPENDENT_ERRORS as error:
         raise TraceError(
             f"the model decides by a tensor's value what to run next, which one graph cannot hold ({error}), "
-            f"at {user_line(error)}. Use torch.where or torch.cond, or take the decision outside the model"
+            f"at {user_line(error)}. Use torch.where, or take the decision outside the model"
         ) from error
     except Exception as error:
         raise TraceError(
