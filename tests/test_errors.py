@@ -86,7 +86,7 @@ def test_control_flow_by_values(model: type[nn.Module], text: str) -> None:
     message = refusal(Problem(model(), squares, (numbers(4, WIDTH),)), TraceError)
     assert line_of(model.forward, text) in message
     assert "value" in message
-    assert "Use torch.where or torch.cond" in message
+    assert "Use torch.where, or take the decision outside the model" in message
 
 
 def test_error_of_the_model_itself_names_its_line() -> None:

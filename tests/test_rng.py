@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models import Problem, numbers, squares
 from tests.reference import assert_same, compiled, stepped
-from zbfx import rng
+from zbfx import TraceError, rng
 from zbfx.graphs import Role
 from zbfx.plan import Kind
 
@@ -64,6 +64,35 @@ def test_recomputed_dropout_draws_what_the_first_one_drew() -> None:
     pipe = compiled(again, 3, 3)
     assert_same(stepped(again, pipe, seed=7), expected, 0.0)
     assert all(stage.phases[Kind.B].is_random for stage in pipe.stages)
+
+
+class ParallelDropouts(nn.Module):
+    """Two checkpointed branches that drop entries of one value, or of a copy each."""
+
+    def __init__(self, copies: bool, recompute: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.branches = nn.Linear(WIDTH, WIDTH), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.copies, self.recompute = copies, recompute
+
+    def branch(self, x: Tensor, linear: nn.Module) -> Tensor:
+        return nn.functional.dropout(x.clone() if self.copies else x, 0.5) * torch.tanh(linear(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.linear(x))
+        if not self.recompute:
+            return self.branch(h, self.branches[0]) - self.branch(h, self.branches[1])
+        first, second = (checkpoint(self.branch, h, linear, use_reentrant=False) for linear in self.branches)
+        return first - second
+
+
+def test_draws_that_cannot_be_told_apart_are_refused() -> None:
+    given = Problem(ParallelDropouts(copies=False, recompute=True), squares, (numbers(6, WIDTH),))
+    with pytest.raises(TraceError, match="draws more than once from one value") as caught:
+        compiled(given, 2, 3)
+    assert "test_rng.py:" in str(caught.value)
+    stored = replace(given, model=ParallelDropouts(copies=False, recompute=False))
+    assert_same(stepped(stored, compiled(stored, 2, 3)), stepped(stored, compiled(stored, 1, 3)), 0.0)
 
 
 def test_recomputing_holds_less_between_forward_and_backward() -> None:
