@@ -24,6 +24,7 @@ from zbfx.errors import ZbfxError
 from zbfx.graphs import Joint, Phase, Stage
 from zbfx.passes.nodes import is_view
 from zbfx.plan import CostTable, Edge, Kind, StageCost
+from zbfx.rng import undisturbed
 
 REPETITIONS = 8  # calls per timing, back to back
 TIMINGS = 5  # of which the median counts
@@ -36,7 +37,8 @@ def node_timer(
     """Seconds of a node of the joint graph: measured if `costs` asks for it, estimated otherwise."""
     if costs != "measure":
         return lambda node: node_s(node, hardware)
-    seconds = node_seconds(joint, hardware, device)
+    with undisturbed(device):
+        seconds = node_seconds(joint, hardware, device)
     return lambda node: seconds.get(node.name, 0.0)
 
 
@@ -54,7 +56,8 @@ def cost_table(
             raise ZbfxError(f"costs are for the placement {tuple(placement)}; found one for {costs.placement}")
         return costs
     if costs == "measure":
-        return measured_costs(stages, placement, hardware, device, compiled)
+        with undisturbed(device):
+            return measured_costs(stages, placement, hardware, device, compiled)
     if costs == "estimate":
         return estimate(stages, placement, hardware)
     raise ZbfxError(f"costs is 'estimate', 'measure' or a CostTable; found {costs!r}")
@@ -105,8 +108,11 @@ def dummy(value: Any, device: torch.device) -> Any:
     """A real tensor of a fake one's size, strides and dtype: small random floats, zeros otherwise (safe as indices)."""
     if not isinstance(value, Tensor):
         return value
-    result = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
-    return result.normal_(std=0.02) if value.is_floating_point() else result.zero_()
+    spans = [(size - 1) * stride for size, stride in zip(value.size(), value.stride(), strict=True)]
+    memory = torch.zeros(1 + sum(spans) if value.numel() else 0, dtype=value.dtype, device=device)
+    if value.is_floating_point():
+        memory.normal_(std=0.02)
+    return memory.as_strided(value.size(), value.stride())  # entries may share memory, as in an expanded tensor
 
 
 def node_seconds(joint: Joint, hardware: Hardware, device: torch.device) -> dict[str, float]:
@@ -179,7 +185,7 @@ def measured_costs(
 def measured_stage(
     stage: Stage, estimated: StageCost, device: torch.device, compiled: Callable[[Phase], Callable[..., Any]]
 ) -> StageCost:
-    """The stage's phases, timed in turn as a step runs them, until the device has the clock that it keeps under load."""
+    """The stage's phases, timed in turn as a step runs them, until the device has the clock it keeps under load."""
     calls: dict[Kind, Callable[[], Any]] = {}
     for kind, phase in stage.phases.items():
         if not phase.is_empty:

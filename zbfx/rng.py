@@ -8,6 +8,7 @@ recomputed op draws what the original drew.
 from __future__ import annotations
 
 import zlib
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -40,8 +41,13 @@ def seeded(op: Any, stream: int, seed: int, *args: Any, **kwargs: Any) -> Any:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return op(*args, **kwargs)
     devices = {a.device for a in args if isinstance(a, Tensor)} | {torch.device(kwargs.get("device") or "cpu")}
-    accelerators = [device for device in devices if device.type != "cpu"]
-    device_type = accelerators[0].type if accelerators else "cuda"
-    with torch.random.fork_rng([d.index or 0 for d in accelerators], device_type=device_type):
+    with undisturbed(*devices):
         torch.manual_seed(mix(seed, stream))
         return op(*args, **kwargs)
+
+
+def undisturbed(*devices: torch.device) -> AbstractContextManager[None]:
+    """Meanwhile, random numbers may be drawn on these devices; afterwards their global generators are as before."""
+    accelerators = [device for device in devices if device.type != "cpu"]
+    device_type = accelerators[0].type if accelerators else "cuda"
+    return torch.random.fork_rng([device.index or 0 for device in accelerators], device_type=device_type)

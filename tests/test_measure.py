@@ -1,0 +1,49 @@
+"""Costs measured on the device: made-up tensors of any layout, nothing disturbed. Run: pytest tests/test_measure.py"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zbfx
+from zbfx.measure import dummy
+from zbfx.plan import Kind
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        torch.empty(2, 3),
+        torch.empty(3, 2).t(),
+        torch.empty(3).expand(4, 3),
+        torch.empty(()).expand(2, 2),
+        torch.empty(0, 3),
+        torch.empty(2, dtype=torch.long),
+    ],
+)
+def test_dummies_have_the_layout_of_the_example(example: torch.Tensor) -> None:
+    made = dummy(example, CPU)
+    assert (made.shape, made.stride(), made.dtype) == (example.shape, example.stride(), example.dtype)
+    assert (made.abs() < 1).all()
+
+
+def test_measuring_leaves_the_random_state_as_it_was() -> None:
+    """A loss that is a sum has an expanded gradient; dropout draws while it is timed."""
+    batch = torch.ones(4, 8)
+    before = torch.get_rng_state()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    torch.set_rng_state(before)
+    pipe = zbfx.compile(
+        model,
+        stages=2,
+        microbatches=2,
+        example_inputs=(batch,),
+        loss_fn=lambda output: output.sum(),
+        schedule="zb-h1",
+        costs="measure",
+    )
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(stage.seconds(kind) > 0 for stage in pipe.schedule.costs.stages for kind in (Kind.F, Kind.B, Kind.W))
