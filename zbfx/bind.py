@@ -50,7 +50,7 @@ def agree(channels: Channels, digest: str, prepare: Callable[[], None]) -> None:
 def move_to(runners: Sequence[RankRunner], device: torch.device) -> None:
     """Move the parameters, buffers and constants that these ranks use. Raises `ZbfxError` if one has no data."""
     for runner in runners:
-        for name in runner.tensor_names:
+        for name in sorted(runner.tensor_names):
             tensor = runner.tensors.named[name]
             if tensor.is_meta:
                 raise ZbfxError(
