@@ -365,7 +365,7 @@ def test_model_without_data() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     pipe = compiled(replace(mlp(2), model=model), 2, 2)
-    with pytest.raises(ZbfxError, match=r"0\.weight is on the meta device") as caught:
+    with pytest.raises(ZbfxError, match=r"0\.bias is on the meta device") as caught:
         pipe.run_local()
     assert "to_empty" in str(caught.value)
 

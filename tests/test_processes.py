@@ -106,7 +106,7 @@ def test_another_plan_is_refused_on_every_rank(four: Results, case: str, rank: i
 def test_what_one_rank_refuses_every_rank_refuses(four: Results) -> None:
     messages = refusals(four, "no data", "ZbfxError")
     assert len(set(messages)) == 1
-    assert "rank 3: 10.weight is on the meta device" in messages[0]
+    assert "rank 3: 10.bias is on the meta device" in messages[0]
 
 
 def test_rank_and_number_of_processes_must_fit(four: Results) -> None:
