@@ -24,7 +24,7 @@ from zbfx.errors import ZbfxError
 from zbfx.plan import Schedule
 from zbfx.schedule import plan
 from zbfx.schedule.registry import names
-from zbfx.show.text import amount, coloured_grid
+from zbfx.show.text import amount, coloured_grid, summary
 
 FAILED, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
@@ -138,8 +138,8 @@ def plan_command(options: argparse.Namespace) -> None:
         return
     for rank, order in enumerate(schedule.ranks):
         print(f"rank {rank}:", " ".join(map(str, order)))
-    for name, value in figures(schedule).items():
-        print(f"{name:<15} {value}")
+    print(summary(schedule))
+    print("peak memory per rank:", ", ".join(map(amount, schedule.peak_bytes)))
     for note in schedule.notes:
         print(note)
 

@@ -7,7 +7,7 @@ rank's step. The window that takes everything is the whole problem.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
@@ -109,8 +109,8 @@ class Window:
         return rows
 
 
-def open_window(timed: TimedOrders, first: int, last: int, frozen: Collection[int] = ()) -> Window:
-    """Free the actions `timed.by_start[first:last]`. Ranks in `frozen` keep their order inside the window too."""
+def open_window(timed: TimedOrders, first: int, last: int) -> Window:
+    """Free the actions `timed.by_start[first:last]`."""
     problem, m = timed.problem, timed.problem.microbatches
     numbers = sorted(timed.by_start[first:last])
     index = {number: action for action, number in enumerate(numbers)}
@@ -121,7 +121,7 @@ def open_window(timed: TimedOrders, first: int, last: int, frozen: Collection[in
         opens[rank] = max(opens[rank], timed.ends[number])
         held[rank] += problem.grows[timed.codes[number] // m]
     tails = tails_of(timed, first, last)
-    arcs = fixed_arcs(timed, numbers, frozen)
+    arcs = fixed_arcs(timed, numbers)
     releases = []
     for action, number in enumerate(numbers):
         inside = [(index[source], action, lag) for source, lag in timed.sources[number] if source in index]
@@ -145,12 +145,12 @@ def open_window(timed: TimedOrders, first: int, last: int, frozen: Collection[in
     )
 
 
-def fixed_arcs(timed: TimedOrders, numbers: Sequence[int], frozen: Collection[int]) -> list[Arc]:
+def fixed_arcs(timed: TimedOrders, numbers: Sequence[int]) -> list[Arc]:
     """Microbatches keep their order within each kind and stage: all cost the same, so exchanging two gains nothing."""
     problem, latest, arcs = timed.problem, dict[tuple[int, int], int](), []
     for action, number in enumerate(numbers):
         kind, stage = divmod(timed.codes[number] // problem.microbatches, problem.stage_count)
-        chain = (-1, timed.ranks[number]) if timed.ranks[number] in frozen else (B if kind == BW else kind, stage)
+        chain = B if kind == BW else kind, stage
         if chain in latest:
             arcs.append((latest[chain], action, 0))
         latest[chain] = action

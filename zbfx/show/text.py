@@ -67,7 +67,8 @@ def summary(schedule: Schedule) -> str:
         f"bubble rate {schedule.bubble_rate:.4f}",
     ]
     if schedule.lower_bound_s:
-        parts.append(f"lower bound {schedule.lower_bound_s:.6g} (gap {schedule.gap:.2%})")
+        verdict = f"gap {schedule.gap:.2%}" if schedule.gap else "met: proven optimal"
+        parts.append(f"lower bound {schedule.lower_bound_s:.6g} ({verdict})")
     return f"{schedule.name}: " + ", ".join(parts)
 
 
