@@ -155,7 +155,7 @@ def test_missing_highs_names_the_fix() -> None:
 
 
 def test_child_ends_itself_when_its_parent_is_gone() -> None:
-    request = {"lower": [0], "upper": [1], "first_binary": 1, "rows": [], "start": None, "limit_s": 0.1}
+    request = {"lower": [0], "upper": [1], "first_binary": 1, "rows": [], "start": None, "until_s": 0}
     code = (
         "import sys, types, time\n"
         "sys.modules['mip'] = types.SimpleNamespace(Model=lambda **options: time.sleep(100), MINIMIZE='MIN')\n"

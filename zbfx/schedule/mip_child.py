@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 GRACE_S = 5  # a solver that ignores its limit, in a process whose parent died, is ended by the alarm
@@ -34,7 +35,8 @@ def solve(program: dict[str, Any]) -> dict[str, Any]:
     model.objective = columns[0]
     if program["start"] is not None:
         model.start = list(zip(columns, program["start"], strict=True))
-    status = model.optimize(max_seconds=program["limit_s"])
+    # Reading and building took their part of the time already.
+    status = model.optimize(max_seconds=max(0.1, program["until_s"] - time.time()))
     found = model.num_solutions > 0
     return {
         "status": status.name,
@@ -48,7 +50,7 @@ def main() -> None:
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     program = json.load(sys.stdin)
-    signal.alarm(int(program["limit_s"]) + GRACE_S)
+    signal.alarm(max(0, int(program["until_s"] - time.time())) + GRACE_S)
     json.dump(solve(program), answer)
     answer.close()
 

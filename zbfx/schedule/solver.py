@@ -23,7 +23,7 @@ from zbfx.errors import ZbfxError
 from zbfx.schedule.ilp import Program
 
 CHILD = (sys.executable, str(Path(__file__).with_name("mip_child.py")))
-STARTUP_S = 0.4  # for the interpreter, the import of python-mip and the transfer, on top of the solver's own limit
+STOP_S, SLACK = 0.2, 0.1  # a solver stops this much, and this part of its limit, before it would be ended
 
 
 class SolverFailed(ZbfxError):
@@ -58,7 +58,7 @@ def solve_with_any(program: Program, limit_s: float) -> Answer:
             return solve(program, limit_s - (time.perf_counter() - begun), solver=solver)
         except SolverFailed as failure:
             failed = failure
-        if time.perf_counter() - begun > limit_s - STARTUP_S:
+        if time.perf_counter() - begun > limit_s - STOP_S:
             break
     raise failed
 
@@ -74,7 +74,7 @@ def solve(
         "first_binary": program.first_binary,
         "start": program.start,
         "rows": [(row.columns, row.coefficients, row.bound) for row in program.rows],
-        "limit_s": max(0.1, limit_s - STARTUP_S),
+        "until_s": time.time() + (1 - SLACK) * limit_s - STOP_S,
         "solver": solver,
         "seed": seed,
     }
