@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import zbfx
-from tests.models import Problem
+from tests.models import Maker, Problem
 from zbfx import cost
 from zbfx.codegen import generate
 from zbfx.graphs import Joint, Placed, Stage
@@ -130,9 +130,20 @@ def traced(problem: Problem, device: str = "cpu") -> Joint:
 
 
 def placed(problem: Problem, stages: int, cuts: Sequence[str] | None = None) -> Placed:
-    seconds = partial(cost.node_s, hardware=cost.CPU)
+    seconds = functools.partial(cost.node_s, hardware=cost.CPU)
     return partition(traced(problem), stages, seconds=seconds, bytes_per_s=cost.CPU.link_bytes_per_s, cuts=cuts)
 
 
 def staged(problem: Problem, stages: int, cuts: Sequence[str] | None = None) -> tuple[Stage, ...]:
     return extract(split(placed(problem, stages, cuts)))
+
+
+@functools.cache
+def placed_model(make: Maker, stages: int) -> Placed:
+    """One of the models of tests/models.py as one microbatch, cut; shared by the tests, which must not change it."""
+    return placed(make(1), stages)
+
+
+@functools.cache
+def staged_model(make: Maker, stages: int) -> tuple[Stage, ...]:
+    return extract(split(placed_model(make, stages)))

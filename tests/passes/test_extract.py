@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.models import Maker, bert, gpt, mlp, t5, unet_batch_norm, vit
-from tests.reference import staged
+from tests.reference import staged, staged_model
 from zbfx.graphs import Phase, Role, Stage
 from zbfx.plan import Kind
 
@@ -22,7 +22,7 @@ def phases(stages: tuple[Stage, ...]) -> list[Phase]:
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_placeholders_and_results_match_the_convention(make: Maker) -> None:
-    for phase in phases(staged(make(1), 3)):
+    for phase in phases(staged_model(make, 3)):
         graph = phase.module.graph
         graph.lint()
         inputs = len(phase.ports) + len(phase.values) + len(phase.gradients) + phase.is_random
@@ -33,7 +33,7 @@ def test_placeholders_and_results_match_the_convention(make: Maker) -> None:
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_every_value_is_the_result_of_the_phase_that_makes_it(make: Maker) -> None:
-    stages = staged(make(1), 3)
+    stages = staged_model(make, 3)
     for stage in stages:
         for kind, phase in stage.phases.items():
             for name in phase.values:
@@ -46,7 +46,7 @@ def test_every_value_is_the_result_of_the_phase_that_makes_it(make: Maker) -> No
 
 @pytest.mark.parametrize("make", MAKERS)
 def test_every_result_is_read(make: Maker) -> None:
-    stages = staged(make(1), 3)
+    stages = staged_model(make, 3)
     read = {name for phase in phases(stages) for name in phase.values}
     assert {name for phase in phases(stages) for name in phase.results} == read
 
@@ -66,7 +66,7 @@ def test_parameters_have_all_their_gradients_and_one_loss(make: Maker) -> None:
 
 
 def test_sizes_count_every_storage_once() -> None:
-    stage = staged(gpt(1), 3)[1]
+    stage = staged_model(gpt, 3)[1]
     names = sorted(stage.saved)
     assert stage.stored_bytes(names) == stage.stored_bytes([*names, *names])
     owners = {stage.storages[name][0] for name in names}

@@ -7,7 +7,7 @@ import torch
 from torch import fx, nn
 
 from tests.models import Maker, Problem, gpt, mlp, numbers, squares, t5, unet_group_norm
-from tests.reference import placed
+from tests.reference import placed, placed_model
 from zbfx.graphs import Placed, Role
 from zbfx.passes.partition import module_of
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 @pytest.mark.parametrize("make", [mlp, gpt, unet_group_norm, t5])
 @pytest.mark.parametrize("stages", [1, 3, 4])
 def test_every_node_is_in_one_stage_and_every_stage_has_some(make: Maker, stages: int) -> None:
-    found = placed(make(1), stages)
+    found = placed_model(make, stages)
     calls = [node for node in found.joint.graph.nodes if node.op == "call_function"]
     everywhere = [node for node in calls if node not in found.stage_of]
     assert set(found.stage_of) | set(everywhere) == set(calls)
@@ -27,7 +27,7 @@ def test_every_node_is_in_one_stage_and_every_stage_has_some(make: Maker, stages
 
 @pytest.mark.parametrize("make", [mlp, gpt, unet_group_norm, t5])
 def test_values_travel_forward_and_gradients_back(make: Maker) -> None:
-    found = placed(make(1), 4)
+    found = placed_model(make, 4)
     for node, stage in found.stage_of.items():
         for source in (s for s in node.all_input_nodes if s in found.stage_of):
             if source in found.line.gradients:

@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks.gpt import GPT, GPTConfig, next_token_loss
 from tests.models import MODELS, Maker, Problem, gpt, mlp, unet_batch_norm, unet_group_norm
-from tests.reference import placed, staged, traced
+from tests.reference import placed_model, staged, staged_model, traced
 from zbfx.graphs import Role, Stage
 from zbfx.passes.nodes import is_view
 from zbfx.passes.split import split
@@ -59,7 +59,7 @@ def targets(stage: Stage, kind: Kind) -> Counter[Any]:
 
 @pytest.mark.parametrize("make", FAST_MODELS.values(), ids=FAST_MODELS.keys())
 def test_every_node_with_a_stage_is_in_one_phase(make: Maker) -> None:
-    found = placed(make(1), 3)
+    found = placed_model(make, 3)
     phases = split(found).phase_of
     assert phases.keys() == found.stage_of.keys()
     assert {node for node in phases if phases[node] is Kind.F} == set(found.line.forward)
@@ -71,7 +71,7 @@ def test_every_node_with_a_stage_is_in_one_phase(make: Maker) -> None:
 
 @pytest.mark.parametrize("make", FAST_MODELS.values(), ids=FAST_MODELS.keys())
 def test_a_gradient_that_is_sent_is_b(make: Maker) -> None:
-    found = placed(make(1), 3)
+    found = placed_model(make, 3)
     phases = split(found).phase_of
     for node in found.line.gradients & phases.keys():
         if any(found.stage_of.get(user, found.stage_of[node]) != found.stage_of[node] for user in node.users):
@@ -92,7 +92,7 @@ def test_heavy_nodes_are_computed_once(make: Maker) -> None:
         aten.max_pool2d_with_indices_backward.default,
     )
     whole = Counter(node.target for node in traced(make(1)).graph.nodes)
-    apart = sum((targets(stage, kind) for stage in staged(make(1), 3) for kind in stage.phases), Counter())
+    apart = sum((targets(stage, kind) for stage in staged_model(make, 3) for kind in stage.phases), Counter())
     assert {target: apart[target] for target in heavy} == {target: whole[target] for target in heavy}
     assert products(apart) == products(whole)
 
@@ -108,7 +108,7 @@ def packets(names: tuple[str, ...]) -> set[Any]:
 
 
 def test_convolution_gives_its_input_gradient_in_b_and_its_weight_gradient_in_w() -> None:
-    for stage in staged(unet_group_norm(1), 3)[1:]:
+    for stage in staged_model(unet_group_norm, 3)[1:]:
         for kind, wanted in ((Kind.B, [True, False, False]), (Kind.W, [False, True])):
             graph = stage.phases[kind].module.graph
             masks = [n.args[10] for n in graph.find_nodes(op="call_function", target=aten.convolution_backward.default)]
@@ -118,9 +118,9 @@ def test_convolution_gives_its_input_gradient_in_b_and_its_weight_gradient_in_w(
 
 @pytest.mark.parametrize("make", FAST_MODELS.values(), ids=FAST_MODELS.keys())
 def test_views_and_parameter_values_are_not_saved(make: Maker) -> None:
-    found = placed(make(1), 3)
+    found = placed_model(make, 3)
     nodes = {node.name: node for node in found.joint.graph.nodes}
-    for stage in staged(make(1), 3):
+    for stage in staged_model(make, 3):
         kept = [nodes[name] for name in stage.saved]
         assert all(node in found.stage_of for node in kept)
         own = [node for node in kept if found.stage_of[node] == stage.index]
