@@ -17,7 +17,7 @@ from zbfx.schedule.exact import B, F, Instance, W
 
 @dataclass(frozen=True)
 class HeadTail:
-    """`cost`: the bound. `warm_up[i]`: the fewest and the most Fs before stage i's first B that a schedule of this cost can have."""
+    """`cost`: the bound. `warm_up[i]`: fewest and most Fs before stage i's first B in a schedule of this cost."""
 
     cost: int
     warm_up: tuple[tuple[int, int], ...]
@@ -56,7 +56,7 @@ def tail_idle(pipe: Chain) -> list[int]:
 
 
 def head_needs(pipe: Chain) -> list[int]:
-    """The least time x_i from the start of stage i's first F to the start of its first B: microbatch 0's way to the last stage and back."""
+    """The least time x_i from the start of stage i's first F to that of its first B: to the last stage and back."""
     needs = [pipe.forward[-1]]
     for i in reversed(pipe.stages[:-1]):
         needs.append(needs[-1] + pipe.round_trip(i))
@@ -68,8 +68,8 @@ def head_tail_bound(pipe: Chain) -> HeadTail:
 
     Before stage i's first B only its Fs can run, k_i of them with k_i M_B <= M and k_i <= m. So x_i, the time from its
     first F to its first B, is at least k_i T_F, and x_i - k_i T_F is idle. Neighbours are tied: stage i's first B waits
-    for stage i+1's, whose clock starts T_F + T_comm later, so x_i >= x_(i+1) + R_i. If k_i < m the last F comes after the
-    first B, so head and tail idle add up: C >= m S_i + (x_i - k_i T_F) + t_i; if k_i = m the larger of them counts.
+    for stage i+1's, whose clock starts T_F + T_comm later, so x_i >= x_(i+1) + R_i. If k_i < m the last F comes after
+    the first B, so head and tail idle add up: C >= m S_i + (x_i - k_i T_F) + t_i; if k_i = m the larger of them counts.
     For a given C the last stage's smallest admissible x is best for all others, so one sweep from the last stage
     decides whether integers k_i exist; the bound is the smallest C for which they do, found by bisection.
     """
@@ -132,7 +132,7 @@ def stream_bound(pipe: Chain) -> int:
 
 
 def paths_from(problem: Instance, stage: int) -> list[float]:
-    """Longest way from the start of `stage`'s F to the start of every group of the same microbatch; -inf where there is none."""
+    """Longest way from the start of `stage`'s F to that of every group of its microbatch; -inf where there is none."""
     count = problem.stage_count
     start = [-inf] * (3 * count)
     start[stage] = 0
@@ -146,9 +146,9 @@ def one_rank_bound(problem: Instance, limits: Sequence[int] | None) -> int:
     """Idle at the head and at the tail of each rank, for any placement.
 
     Where all of a rank's stages follow its first one, F0 of that stage is the rank's first action and microbatch 0 must
-    travel from it to the rank's first B: x. Only Fs can run before, at most as many as memory holds; the rest of x is idle.
-    Likewise from the end of the rank's last F, which is the last F of one of its stages, that microbatch must travel to
-    the end of its Bs and of a W on this rank; what is left to do then is what memory holds. The two idle
+    travel from it to the rank's first B: x. Only Fs can run before, at most as many as memory holds; the rest of x is
+    idle. Likewise from the end of the rank's last F, which is the last F of one of its stages, that microbatch must
+    travel to the end of its Bs and of a W on this rank; what is left to do then is what memory holds. The two idle
     times are disjoint if memory cannot hold all Fs before the first B; else the longer one counts.
     """
     count, m = problem.stage_count, problem.microbatches
@@ -165,10 +165,8 @@ def one_rank_bound(problem: Instance, limits: Sequence[int] | None) -> int:
             max(way[W * count + s] + problem.ticks[W * count + s] for s in stages) - problem.ticks[stage]
             for stage, way in zip(stages, ways, strict=True)
         )
-        before, after = (
-            _most_before_first_b(problem, stages, limits and limits[rank]),
-            _most_after_last_f(problem, stages, limits and limits[rank]),
-        )
+        limit = None if limits is None else limits[rank]
+        before, after = _most_before_first_b(problem, stages, limit), _most_after_last_f(problem, stages, limit)
         head, tail = max(0, int(x) - before[1]), max(0, int(window) - after)
         best = max(best, work + (head + tail if before[0] < m * len(stages) else max(head, tail)))
     return best

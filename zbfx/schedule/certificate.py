@@ -15,7 +15,7 @@ from zbfx.schedule.propagation import Propagation, Windows, propagation_bound
 
 
 class Certificate:
-    """Lower bounds in seconds, as exact fractions. `warm_up`: per stage the fewest and most Fs before the first B, if known."""
+    """Lower bounds in seconds, as exact fractions. `warm_up`: per stage fewest and most Fs before its first B."""
 
     def __init__(self, costs: CostTable, microbatches: int, limits: Sequence[Number] | None) -> None:
         problem = instance(split_only(costs), microbatches)

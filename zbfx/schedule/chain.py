@@ -11,7 +11,7 @@ from zbfx.schedule.exact import BW, B, F, Instance, W, exact
 
 @dataclass(frozen=True)
 class Chain:
-    """Ticks and memory units per stage, 0-based from the first; `there[i]` and `back[i]` lie between stage i and i + 1."""
+    """Ticks and memory units per stage, counted from 0; `there[i]` and `back[i]` lie between stages i and i + 1."""
 
     microbatches: int
     forward: tuple[int, ...]
@@ -31,7 +31,7 @@ class Chain:
         return self.microbatches * (self.forward[stage] + self.backward[stage] + self.weight[stage])
 
     def round_trip(self, stage: int) -> int:
-        """From the start of F on `stage` until its value has been to the next stage's F and B and back, less that stage's own time."""
+        """From F on `stage` to the next stage's F and B and back, less the time from that F to that B."""
         return self.forward[stage] + self.backward[stage + 1] + self.there[stage] + self.back[stage]
 
     def most_in_flight(self, stage: int) -> int:
@@ -48,12 +48,12 @@ class Chain:
         return min(others, (self.limits[stage] - in_flight * self.saved[stage]) // self.weight_saved[stage])
 
     def first_start(self, stage: int) -> int:
-        """When `stage` begins F0, the first action of its rank: nothing can precede it, so this is the same in every schedule."""
+        """When `stage` begins F0: the same in every schedule, for nothing can precede it on its rank."""
         return sum(self.forward[:stage]) + sum(self.there[:stage])
 
 
 def chain(problem: Instance, limits: Sequence[int] | None) -> Chain | None:
-    """The problem as a Chain, or None if it is not one. Edges beyond stage boundaries are left out, which relaxes it."""
+    """The problem as a Chain, or None if it is not one. Edges that skip stages are left out, which relaxes it."""
     count, m, ticks = problem.stage_count, problem.microbatches, problem.ticks
     there, back = [], []
     for stage in range(count - 1):

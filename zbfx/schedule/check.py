@@ -94,6 +94,7 @@ def _check_memory(
                     ranks,
                     rank,
                     step,
-                    f"{ranks[rank][step]} raises memory to {problem.bytes(held + problem.static[rank]):g} bytes, over the limit "
-                    f"of {problem.bytes(allowed[rank] + problem.static[rank]):g}; this order needs {timed.peak_bytes[rank]:g}",
+                    f"{ranks[rank][step]} raises memory to {problem.bytes(held + problem.static[rank]):g} bytes, "
+                    f"over the limit of {problem.bytes(allowed[rank] + problem.static[rank]):g}; "
+                    f"this order needs {timed.peak_bytes[rank]:g}",
                 )

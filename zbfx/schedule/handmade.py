@@ -42,7 +42,7 @@ def one_f_one_b(costs: CostTable, microbatches: int) -> Ranks:
 
 
 def delayed_w(stage: int, microbatches: int, warm_up: int, delay: int) -> tuple[Action, ...]:
-    """`warm_up` Fs, then rounds of B, W, F in which W lags `delay` Bs behind; B and W alternate once the Fs have run out."""
+    """`warm_up` Fs, then rounds of B, W, F in which W lags `delay` Bs behind; B and W alternate after the last F."""
     warm_up = min(warm_up, microbatches)
     order = [Action(Kind.F, stage, j) for j in range(warm_up)]
     next_w = 0

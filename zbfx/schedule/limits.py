@@ -1,4 +1,4 @@
-"""Memory limits: reading what the user wrote, and the smallest limit that any schedule can meet (appendix "memory limit")."""
+"""Memory limits: reading what the user wrote, and the smallest limit that any schedule can meet."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def static_bytes(costs: CostTable, rank: int) -> Fraction:
 
 
 def limit_per_rank(costs: CostTable, mem_limit: MemLimit) -> tuple[Number, ...] | None:
-    """Bytes per rank, static bytes included. "1.5x" allows 1.5 times `one_x` for activations on top of each rank's static bytes."""
+    """Bytes per rank, static bytes included. "1.5x" allows 1.5 times `one_x` for activations on top of those."""
     if mem_limit is None:
         return None
     if isinstance(mem_limit, str):
@@ -36,7 +36,8 @@ def limit_per_rank(costs: CostTable, mem_limit: MemLimit) -> tuple[Number, ...] 
             allowed = Fraction(text[:-1]) * one_x(costs)
         except ValueError as error:
             raise ZbfxError(
-                f'a memory limit is a number of bytes, a multiple like "2x", or one number per rank; found {mem_limit!r}'
+                'a memory limit is a number of bytes, a multiple like "2x", or one number per rank; '
+                f"found {mem_limit!r}"
             ) from error
         return tuple(allowed + static_bytes(costs, rank) for rank in range(costs.rank_count))
     if isinstance(mem_limit, Sequence):
@@ -71,10 +72,12 @@ def require_feasible(costs: CostTable, limits: Sequence[Number] | None) -> None:
         costs.stages_of(rank), key=lambda s: exact(costs.stages[s].static_bytes) + exact(costs.stages[s].saved_bytes)
     )
     one_limit = max(least) if len(set(limits)) == 1 else least[rank]
+    static, cost = static_bytes(costs, rank), costs.stages[stage]
     raise NoFeasibleSchedule(
-        f"no schedule fits in {float(limits[rank]):g} bytes on rank {rank}: it holds {float(static_bytes(costs, rank)):g} bytes throughout and "
-        f"{float(least[rank] - static_bytes(costs, rank)):g} for a single microbatch. The smallest feasible limit is {float(one_limit):g}, "
-        f"set by stage {stage} (M_B {float(costs.stages[stage].saved_bytes):g}, static {float(costs.stages[stage].static_bytes):g}). "
+        f"no schedule fits in {float(limits[rank]):g} bytes on rank {rank}: it holds {float(static):g} bytes "
+        f"throughout and {float(least[rank] - static):g} for a single microbatch. "
+        f"The smallest feasible limit is {float(one_limit):g}, "
+        f"set by stage {stage} (M_B {float(cost.saved_bytes):g}, static {float(cost.static_bytes):g}). "
         "Raise the limit, use smaller microbatches, or cut the model into more stages.",
         float(one_limit),
     )

@@ -23,8 +23,8 @@ class Rule:
     """`hold[s]`: Fs of stage s before its first B. `cap[s]`: most Fs of stage s without their B after these.
 
     `patience[r]`: rank r starts a W only if the next arrival is at least patience/4 of that W away.
-    `alternate[r]`: after a B, rank r prefers an F to the next B. `recycle[r]`: rank r runs a W before the next B if an F
-    that has arrived lacks only memory, to keep as many microbatches in flight as `cap` says. `turn[r]`: which of rank
+    `alternate[r]`: after a B, rank r prefers an F to the next B. `recycle[r]`: rank r runs a W before the next B if an
+    F that has arrived lacks only memory, to keep as many microbatches in flight as `cap` says. `turn[r]`: which of rank
     r's stages goes first when several could: LATER, EARLIER, or the one that has run FEWEST of the kind.
     """
 

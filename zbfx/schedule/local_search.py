@@ -81,7 +81,7 @@ class LocalSearch:
         self.visited: dict[int, int] = {}  # word of a rank -> step until which it is barred
 
     def improve(self, start: Listed, target: int, deadline_s: float, steps: int) -> Listed:
-        """The best schedule in `steps` moves from `start`; stops at cost `target` and at `deadline_s` (perf_counter)."""
+        """The best schedule in `steps` moves from `start`; stops at cost `target` or `deadline_s` (perf_counter)."""
         state = self._evaluate([list(order) for order in start.orders])
         assert state is not None
         best, stale = start, 0
@@ -195,7 +195,7 @@ class LocalSearch:
             high = position
 
     def _stretch(self, order: list[int], rank: int, low: int, groups: list[int]) -> tuple[int, ...] | None:
-        """Codes of `groups` from position `low` on; None if a microbatch's F, B, W fall out of order or memory overflows."""
+        """Codes of `groups` from position `low` on; None if some F, B, W fall out of order or memory overflows."""
         problem, m = self.problem, self.problem.microbatches
         count = problem.stage_count
         done: dict[int, int] = {}

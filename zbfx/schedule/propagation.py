@@ -1,4 +1,4 @@
-"""A lower bound by contradiction: assume a schedule costs at most C, shrink the times that each action can have, find none left.
+"""A lower bound by contradiction: assume a schedule costs at most C, shrink each action's possible times to nothing.
 
 The argument. Stage i's first action is F0 at a fixed time h_i, so cost at most C means that everything on its rank lies
 in [h_i, h_i + C]. Every action therefore has an earliest start and a latest end (its window), and two kinds of step
@@ -6,15 +6,15 @@ shrink windows without losing any schedule of cost at most C:
 
 1. Along dependencies: an action starts no earlier than the earliest end of what it needs plus communication, and ends
    no later than the latest start of what needs it.
-2. On one rank, exactly: kinds run in order of microbatches, so what a rank has done is a state (a, b, c), the numbers of
-   its finished Fs, Bs and Ws, m >= a >= b >= c >= 0, with (a - b) M_B + (b - c) M_W <= M. The earliest time at which
-   a state can be reached under the windows follows from its (at most three) predecessors, the latest time at which it can be
-   left from its successors. Transitions whose earliest exceeds their latest time occur in no schedule; the others
-   give each action's new window.
+2. On one rank, exactly: kinds run in order of microbatches, so what a rank has done is a state (a, b, c), the numbers
+   of its finished Fs, Bs and Ws, m >= a >= b >= c >= 0, with (a - b) M_B + (b - c) M_W <= M. The earliest time at which
+   a state can be reached under the windows follows from its (at most three) predecessors, the latest time at which it
+   can be left from its successors. Transitions whose earliest exceeds their latest time occur in no schedule; the
+   others give each action's new window.
 
 If a window or a rank's final state becomes empty, no schedule costs C or less. This holds whatever the other ranks do,
-so it contains the head and tail arguments of `bounds.head_tail_bound`; repeated until nothing changes, it also sees how one
-rank's lateness bears on the next.
+so it contains the head and tail arguments of `bounds.head_tail_bound`; repeated until nothing changes, it also sees how
+one rank's lateness bears on the next.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Propagation:
         rank, done = rank[order], [column[order] for column in done]
         self.wave = np.searchsorted(total[order], np.arange(3 * m + 2))
         count = len(rank)
-        # Position of state (a, b, c) of a rank; `count` stands for "no such state". One row of padding serves a - 1 and a + 1.
+        # Position of state (a, b, c) of a rank; `count` stands for "no such state". One row pads a - 1 and a + 1.
         flying, pending = done[0] - done[1], done[1] - done[2]
         shape = (p, m + 2, int(flying.max()) + 3, int(pending.max()) + 3)
         position = np.full(shape, count, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Schedules by name. A generator takes (costs, microbatches) and returns one order of actions per rank, nothing more."""
+"""Schedules by name. A generator takes (costs, microbatches) and returns one order of actions per rank."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def names() -> tuple[str, ...]:
 
 
 def register(name: str) -> Callable[[Generator], Generator]:
-    """`@register("mine")` makes a generator available as `schedule="mine"` and to `auto`; a name already taken is replaced."""
+    """`@register("mine")` makes a generator `schedule="mine"`, also for `auto`; a name already taken is replaced."""
 
     def add(generator: Generator) -> Generator:
         if name in SEARCHED:

@@ -69,7 +69,7 @@ class RuleVariation(Variation):
                 recycle[rank] = not recycle[rank]
             else:
                 turn[rank] = random.choice(TURNS)
-        return Rule(*map(tuple, (hold, cap, patience, alternate, recycle, turn)))
+        return Rule(tuple(hold), tuple(cap), tuple(patience), tuple(alternate), tuple(recycle), tuple(turn))
 
 
 class RefillVariation(Variation):

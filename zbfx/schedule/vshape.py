@@ -10,7 +10,7 @@ KIND_ORDER = (Kind.B, Kind.F, Kind.W)  # which goes first where a block meets an
 
 
 def v_placement(ranks: int) -> tuple[int, ...]:
-    """Stages 0 to p - 1 down the ranks, p to 2p - 1 back up: each microbatch's forward ends, and its backward begins, on rank 0."""
+    """Stages 0 to p - 1 down the ranks, p to 2p - 1 back up: a microbatch's forward ends on rank 0, where it began."""
     return (*range(ranks), *reversed(range(ranks)))
 
 
@@ -25,9 +25,9 @@ def require_v(name: str, costs: CostTable) -> None:
 def zb_v(costs: CostTable, microbatches: int) -> Ranks:
     """The paper's order for equal times (section 6): zero bubble at 1F1B's memory.
 
-    Rank i warms up with 2(p - i) - 1 Fs of its first stage and i pairs of second-stage and first-stage F; p - i rounds of
-    F, B, W of the second stage follow, then rounds of F, B, W of either stage in turn until the Fs run out; the Ws of the
-    last Bs fill the end.
+    Rank i warms up with 2(p - i) - 1 Fs of its first stage and i pairs of second-stage and first-stage F; p - i rounds
+    of F, B, W of the second stage follow, then rounds of F, B, W of either stage in turn until the Fs run out; the Ws
+    of the last Bs fill the end.
     """
     require_v("zb-v", costs)
     p = costs.rank_count
@@ -88,8 +88,8 @@ def _repeated_block(p: int, microbatches: int, offsets: tuple[int, int, int, int
     """Repeat one microbatch's building block every 6 units of time and let each rank run its actions in that order.
 
     In the block every action takes one unit. `offsets`: units from rank to neighbouring rank for F down the ranks, F
-    up, B down and B up; `wait`: units between the last F and the first B. Longer offsets hold activations longer. Each W takes the first slot after its B that no other
-    action of its rank has modulo 6.
+    up, B down and B up; `wait`: units between the last F and the first B. Longer offsets hold activations longer. Each
+    W takes the first slot after its B that no other action of its rank has modulo 6.
     """
     f_down, f_up, b_down, b_up = offsets
     ranks = []
