@@ -37,7 +37,7 @@ def test_plan_prints_json_with_the_documented_fields(costs: str, capsys: pytest.
     assert plan["ranks"][1][3] == {"action": "B1.1", "start": 16, "end": 19}
 
 
-@pytest.mark.parametrize(("limit", "status"), [("8", 0), ("1x", 0), ("7.9", 2), ("0.9x", 2), ("two", 2)])
+@pytest.mark.parametrize(("limit", "status"), [("8", 0), ("1x", 0), ("7.9", 2), ("0.9x", 2), ("two", 2), ("1/0x", 2)])
 def test_memory_limit_is_a_number_or_a_multiple(costs: str, limit: str, status: int) -> None:
     command = ["plan", "--costs", costs, "--microbatches", "2", "--schedule", "zb-h1", "--mem-limit", limit]
     assert main(command) == status

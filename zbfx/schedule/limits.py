@@ -29,22 +29,26 @@ def limit_per_rank(costs: CostTable, mem_limit: MemLimit) -> tuple[Number, ...] 
     if mem_limit is None:
         return None
     if isinstance(mem_limit, str):
-        text = mem_limit.strip().lower()
-        try:
-            if not text.endswith("x"):
-                return (Fraction(text),) * costs.rank_count
-            allowed = Fraction(text[:-1]) * one_x(costs)
-        except ValueError as error:
-            raise ZbfxError(
-                'a memory limit is a number of bytes, a multiple like "2x", or one number per rank; '
-                f"found {mem_limit!r}"
-            ) from error
-        return tuple(allowed + static_bytes(costs, rank) for rank in range(costs.rank_count))
-    if isinstance(mem_limit, Sequence):
-        if len(mem_limit) != costs.rank_count:
-            raise ZbfxError(f"one memory limit per rank: expected {costs.rank_count}, found {len(mem_limit)}")
-        return tuple(mem_limit)
-    return (mem_limit,) * costs.rank_count
+        return limit_from_text(costs, mem_limit)
+    if not isinstance(mem_limit, Sequence):
+        return (mem_limit,) * costs.rank_count
+    if len(mem_limit) != costs.rank_count:
+        raise ZbfxError(f"one memory limit per rank: expected {costs.rank_count}, found {len(mem_limit)}")
+    return tuple(mem_limit)
+
+
+def limit_from_text(costs: CostTable, text: str) -> tuple[Number, ...]:
+    """A multiple of what 1F1B's activations need, like "2x", or a number of bytes."""
+    number = text.strip().lower()
+    try:
+        if not number.endswith("x"):
+            return (Fraction(number),) * costs.rank_count
+        allowed = Fraction(number[:-1]) * one_x(costs)
+    except (ValueError, ZeroDivisionError) as error:
+        raise ZbfxError(
+            f'a memory limit is a number of bytes, a multiple like "2x", or one number per rank; found {text!r}'
+        ) from error
+    return tuple(allowed + static_bytes(costs, rank) for rank in range(costs.rank_count))
 
 
 def smallest_limit(costs: CostTable, rank: int) -> Fraction:
