@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import cast
 
 from zbfx.errors import NoFeasibleSchedule, ZbfxError
 from zbfx.plan import CostTable, Number
@@ -34,7 +35,7 @@ def limit_per_rank(costs: CostTable, mem_limit: MemLimit) -> tuple[Number, ...] 
         return (mem_limit,) * costs.rank_count
     if len(mem_limit) != costs.rank_count:
         raise ZbfxError(f"one memory limit per rank: expected {costs.rank_count}, found {len(mem_limit)}")
-    return tuple(mem_limit)
+    return tuple(cast(Sequence[Number], mem_limit))  # mypy still thinks of str here
 
 
 def limit_from_text(costs: CostTable, text: str) -> tuple[Number, ...]:
