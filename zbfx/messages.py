@@ -87,19 +87,26 @@ def layout_of(example: Tensor) -> TensorLayout:
     return TensorLayout(tuple(example.shape), dense_stride(example), example.dtype)
 
 
+def parameter_holders(stages: Sequence[Stage], placement: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """The ranks that read each parameter or give it a gradient."""
+    holders: dict[str, set[int]] = defaultdict(set)
+    for stage in stages:
+        for name in (name for phase in stage.phases.values() for name in phase.parameters):
+            holders[name].add(placement[stage.index])
+    return {name: tuple(sorted(found)) for name, found in holders.items()}
+
+
 def shared_gradients(stages: Sequence[Stage], placement: Sequence[int]) -> tuple[SharedGradient, ...]:
     contributors: dict[str, set[int]] = defaultdict(set)
-    holders: dict[str, set[int]] = defaultdict(set)
     layouts: dict[str, TensorLayout] = {}
     for stage in stages:
         for phase in stage.phases.values():
-            for name, example in phase.parameters.items():
-                holders[name].add(placement[stage.index])
-                layouts[name] = layout_of(example)
+            layouts |= {name: layout_of(example) for name, example in phase.parameters.items()}
             for name in phase.gradients:
                 contributors[name].add(stage.index)
+    holders = parameter_holders(stages, placement)
     return tuple(
-        SharedGradient(name, tuple(sorted(found)), tuple(sorted(holders[name])), layouts[name])
+        SharedGradient(name, tuple(sorted(found)), holders[name], layouts[name])
         for name, found in contributors.items()
         if len(found) > 1 or len(holders[name]) > 1
     )

@@ -20,7 +20,7 @@ from zbfx.bind import agree, checked_rank, move_to
 from zbfx.codegen import Program, generate
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Joint, Role, Stage
-from zbfx.messages import SharedGradient, shared_gradients
+from zbfx.messages import SharedGradient, parameter_holders, shared_gradients
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.extract import extract
 from zbfx.passes.partition import partition
@@ -189,26 +189,26 @@ class Pipeline:
 
         The pipeline's ranks are the processes of torch.distributed; `rank`, if given, must be this process's. Moves
         the parameters of this rank's stages to the pipeline's device, checks that all ranks hold the same plan,
-        creates and warms the communicators, and makes tied parameters equal. `timeout_s` bounds every wait for
-        another rank. `seed` fixes the random numbers; by default they follow rank 0's `torch.manual_seed`.
+        creates and warms the communicators, and makes parameters that several ranks hold equal. `timeout_s` bounds every
+        wait for another rank. `seed` fixes the random numbers; by default they follow rank 0's `torch.manual_seed`.
 
         Raises `ZbfxError` if torch.distributed is not initialised, has another number of ranks, or plans differ.
         """
         rank = checked_rank(len(self.programs), rank)
         messages = [message for program in self.programs for message in program.messages.values()]
         pairs = {(message.source, message.target) for message in messages}
+        holders = parameter_holders(self.stages, self.schedule.costs.placement)
+        copies = [(name, first, other) for name, (first, *others) in holders.items() for other in others]
         tensors = self.tensors()
         program = self.programs[rank]
         channels = comm.Channels(rank, self.device, timedelta(seconds=timeout_s))
         transport = comm.GroupTransport(program.messages, channels)
         runner = RankRunner(program, tensors, transport, adds={gradient.name for gradient in self.shared_gradients})
         agree(channels, self.digest(), partial(move_to, [runner], self.device))
-        channels.open(pairs)
-        for gradient in self.shared_gradients:
-            first, *others = gradient.holders
-            for other in others:
-                if rank in (first, other):
-                    channels.copy(tensors.named[gradient.name].detach(), first, other)
+        channels.open(pairs | {(first, other) for _, first, other in copies})
+        for name, first, other in copies:
+            if rank in (first, other):
+                channels.copy(tensors.named[name].detach(), first, other)
         seeds = channels.gather(torch.initial_seed() if seed is None else seed)
         loss_rank = self.schedule.costs.placement[self.loss_stage]
         compiled = phase_compiler(self.backend)
