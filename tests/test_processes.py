@@ -22,8 +22,8 @@ SOON_S = 20.0
 Results = dict[int, dict[str, Any]]
 
 
-def launch(world: int, scenario: str, folder: Path) -> Results:
-    """Results of the ranks that ended by themselves. Nothing that was started is left behind."""
+def launch(world: int, scenario: str, folder: Path, survivors: set[int]) -> Results:
+    """Results of the ranks that end by themselves: the survivors. Nothing that was started is left behind."""
     command = [sys.executable, "-W", "error", "-m", "tests.worker", str(world), scenario, str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with subprocess.Popen(
@@ -34,7 +34,9 @@ def launch(world: int, scenario: str, folder: Path) -> Results:
         finally:
             kill_group(process.pid)
     assert process.returncode == 0, errors
-    return {rank: torch.load(file) for rank in range(world) if (file := folder / f"{rank}.pt").exists()}
+    results = {rank: torch.load(file) for rank in range(world) if (file := folder / f"{rank}.pt").exists()}
+    assert set(results) == survivors, errors
+    return results
 
 
 def kill_group(group: int) -> None:
@@ -46,16 +48,12 @@ def kill_group(group: int) -> None:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    results = launch(4, "four-ranks", tmp_path_factory.mktemp("four"))
-    assert set(results) == {0, 1, 2, 3}
-    return results
+    return launch(4, "four-ranks", tmp_path_factory.mktemp("four"), {0, 1, 2, 3})
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    results = launch(3, "three-ranks", tmp_path_factory.mktemp("three"))
-    assert set(results) == {0, 2}  # rank 1 was killed
-    return results
+    return launch(3, "three-ranks", tmp_path_factory.mktemp("three"), {0, 2})  # rank 1 is killed
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
@@ -82,6 +80,11 @@ def test_tied_weight_is_made_equal_and_stays_equal(three: Results) -> None:
     assert torch.equal(first, last)
     assert torch.equal(first, three[0]["local"]["parameters"][name])
     assert three[2]["tied"]["losses"] == three[0]["local"]["losses"]
+
+
+def test_parameter_that_several_ranks_read_is_made_equal(three: Results) -> None:
+    """Also a frozen one, and one that gets its gradient on a single rank."""
+    assert three[0]["shared"]["losses"] == three[2]["shared"]["losses"] == three[0]["shared"]["local"]
 
 
 def test_random_numbers_follow_the_seed_of_rank_0(three: Results) -> None:

@@ -133,12 +133,40 @@ def three_ranks(rank: int) -> dict[str, Any]:
     results: dict[str, Any] = {"tied": run(step, problem, 5)}
     alone = gpt2(4)
     results["local"] = run(compiled(alone, 3, 4).run_local(), alone, 5)
+    results["shared"] = shared(rank)
     dropout = replace(mlp(3), model=with_dropout())
     pipe = compiled(dropout, 3, 3)
     results["seeded"] = pipe.bind()(*dropout.inputs, *dropout.targets).item()
     results["seeded local"] = pipe.run_local(seed=0)(*dropout.inputs, *dropout.targets).item()
     results["killed"] = killed(rank)
     return results
+
+
+class Shared(nn.Module):
+    """`frozen` is read by the first and the last rank; `late` too, but trains on the last alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+        self.late = nn.Parameter(torch.randn(8, 8))
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x @ self.frozen + x @ self.late.detach()))
+        return self.third(torch.tanh(self.second(x))) @ self.frozen + x.sum() * self.late.sum()
+
+
+def shared(rank: int) -> dict[str, Any]:
+    """Two steps of a model whose copies differ from rank to rank before bind; rank 0's count."""
+    problem = replace(mlp(3), model=Shared())
+    pipe = compiled(problem, 3, 3, cuts=["second", "third"])
+    local = run(pipe.run_local(), problem, 2)["losses"]
+    problem.model.load_state_dict(Shared().state_dict())
+    with torch.no_grad():
+        for parameter in (problem.model.get_parameter(name) for name in ("frozen", "late")):
+            parameter.add_(float(rank))
+    return {"losses": run(pipe.bind(), problem, 2)["losses"], "local": local}
 
 
 def with_dropout() -> nn.Module:
