@@ -1,7 +1,15 @@
 """zbfx: zero-bubble pipelines from ordinary PyTorch models."""
 
 from zbfx.check import Report, check
-from zbfx.errors import InputError, InvalidSchedule, NoFeasibleSchedule, PipelineFault, TraceError, ZbfxError
+from zbfx.errors import (
+    InputError,
+    InvalidSchedule,
+    NoFeasibleSchedule,
+    NonFiniteStep,
+    PipelineFault,
+    TraceError,
+    ZbfxError,
+)
 from zbfx.pipeline import Pipeline, compile
 from zbfx.plan import Action, CostTable, Edge, Kind, Schedule, StageCost
 
@@ -13,6 +21,7 @@ __all__ = [
     "InvalidSchedule",
     "Kind",
     "NoFeasibleSchedule",
+    "NonFiniteStep",
     "Pipeline",
     "PipelineFault",
     "Report",

@@ -43,7 +43,8 @@ def agree(channels: Channels, digest: str, prepare: Callable[[], None]) -> None:
     if different:
         raise ZbfxError(
             f"ranks {different} hold another plan than rank 0. "
-            f"Compile with the same model, arguments and costs on every rank"
+            f"Compile with the same model, arguments and costs on every rank, and call init_process_group before "
+            f"compile: only then do ranks share measured costs and searched plans"
         )
 
 

@@ -59,7 +59,7 @@ def check(pipe: Pipeline, *, seed: int = 0, tolerance: float = 1e-6) -> Report:
     generator = torch.Generator(device="cpu").manual_seed(seed)
     tensors, rows = random_data(pipe, generator)
     microbatches = [comm.Microbatch(row, rng.mix(seed, index)) for index, row in enumerate(rows)]
-    loss_gradient = torch.tensor(1.0 / len(rows), dtype=pipe.loss_dtype, device=pipe.device)
+    loss_gradient = torch.tensor(1.0 / len(rows), dtype=pipe.reduction.dtype, device=pipe.device)
     expected = joint_results(pipe.joint, copied(tensors), microbatches, loss_gradient)
     found = split_results(pipe, copied(tensors), microbatches, loss_gradient)
     findings, bitwise = [], 0

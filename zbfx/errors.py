@@ -28,5 +28,9 @@ class InputError(ZbfxError):
     """`step` was called with inputs that do not match what `compile` saw. Raised before the first send."""
 
 
+class NonFiniteStep(ZbfxError, ArithmeticError):
+    """A step's loss or gradient is not finite. Every rank raises it, after dropping the step's gradients."""
+
+
 class PipelineFault(ZbfxError, RuntimeError):
     """A rank failed while running a step: names rank, action and step, on every rank."""

@@ -29,6 +29,7 @@ class Role(StrEnum):
     INPUT = "input"  # a tensor of the microbatch: input or target
     LOSS_GRADIENT = "loss gradient"
     LOSS = "loss"
+    COUNT = "count"  # by which the sum of all losses is divided
     GRADIENT = "gradient"
     BUFFER_UPDATE = "buffer update"
 
@@ -51,6 +52,18 @@ class Port:
 
 
 @dataclass(frozen=True)
+class TokenCount:
+    """The graph of a microbatch's count, a scalar, from the tensors named by `inputs`."""
+
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+
+    def __call__(self, row: Mapping[str, Tensor]) -> Tensor:
+        count: Tensor = self.module(*(row[name] for name in self.inputs))
+        return count
+
+
+@dataclass(frozen=True)
 class Joint:
     """One functional aten graph of forward, loss and backward of one microbatch.
 
@@ -63,6 +76,7 @@ class Joint:
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     constants: Mapping[str, Tensor]
+    count: TokenCount | None = None
 
     def __post_init__(self) -> None:
         assert len(self.placeholders) == len(self.inputs), "a port per placeholder"

@@ -19,7 +19,8 @@ from zbfx.batch import Signature
 from zbfx.bind import agree, checked_rank, move_to
 from zbfx.codegen import Program, generate
 from zbfx.errors import ZbfxError
-from zbfx.graphs import Joint, Role, Stage
+from zbfx.graphs import Joint, Stage
+from zbfx.loss import Reduction, separate_count
 from zbfx.messages import SharedGradient, parameter_holders, shared_gradients
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.extract import extract
@@ -40,7 +41,8 @@ def compile(
     example_inputs: tuple[Any, ...] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     example_targets: Any = (),
-    loss_fn: Callable[..., Tensor] | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    loss_reduction: str = "mean",
     schedule: Any = "auto",
     mem_limit: Any = None,
     costs: CostTable | str = "estimate",
@@ -61,7 +63,9 @@ def compile(
                      first one in dimension 0 are cut along it; others are given to every microbatch whole
     example_targets  further arguments of `loss_fn`, one or a tuple
     loss_fn          `(outputs, *targets) -> scalar`, a function or a module; None: the model returns its loss (itself,
-                     as `.loss`, or first in a tuple)
+                     as `.loss`, or first in a tuple). Losses over tokens return (sum, count): the loss of the batch is
+                     then the sum of all sums over the sum of all counts, however the tokens fall into microbatches
+    loss_reduction   "mean" or "sum" of the microbatches' losses, where they come without a count
     schedule         a name of `zbfx.schedule.names()`, a Schedule, an order of actions per rank, or a function
                      `(costs, microbatches) -> orders`
     mem_limit        what a rank may hold, in the bytes of the cost table: one number, one per rank, or a multiple like
@@ -86,6 +90,8 @@ def compile(
 
     raw, signature = trace(model, loss_fn, example_inputs, dict(example_kwargs or {}), targets, device=device)
     examples = tuple(signature.flatten((*example_inputs, *targets), dict(example_kwargs or {})))
+    raw = separate_count(raw)
+    reduction = Reduction.of(raw, loss_reduction, microbatches)
     joint = canonicalize(raw)
     node_s = measure.node_timer(costs, joint, hardware, device)
     placed = partition(joint, len(placement), seconds=node_s, bytes_per_s=hardware.link_bytes_per_s, cuts=cuts)
@@ -93,7 +99,7 @@ def compile(
     table = measure.cost_table(costs, stage_graphs, placement, hardware, device, phase_compiler(backend))
     best = measure.from_first_rank(plan(table, microbatches, schedule=schedule, mem_limit=mem_limit))
     programs = generate(stage_graphs, best)
-    return Pipeline(model, loss_fn, signature, examples, raw, stage_graphs, best, programs, device, backend)
+    return Pipeline(model, loss_fn, signature, examples, reduction, raw, stage_graphs, best, programs, device, backend)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -141,6 +147,7 @@ class Pipeline:
     loss_fn: Callable[..., Tensor] | None
     signature: Signature
     examples: tuple[Tensor, ...]  # the tensors of the example microbatch
+    reduction: Reduction
     joint: Joint
     stages: tuple[Stage, ...]
     schedule: Schedule
@@ -152,14 +159,6 @@ class Pipeline:
     def loss_stage(self) -> int:
         return next(s.index for s in self.stages if any(phase.has_loss for phase in s.phases.values()))
 
-    @property
-    def loss_dtype(self) -> torch.dtype:
-        return next(
-            value.meta["val"].dtype
-            for value, port in zip(self.joint.output_values, self.joint.outputs, strict=True)
-            if port.role is Role.LOSS
-        )
-
     def tensors(self) -> Tensors:
         """The model's live tensors by canonical name."""
         canonical = canonical_names(self.model, self.loss_fn)
@@ -170,10 +169,11 @@ class Pipeline:
     def shared_gradients(self) -> tuple[SharedGradient, ...]:
         return shared_gradients(self.stages, self.schedule.costs.placement)
 
-    def run_local(self, *, seed: int | None = None) -> LocalStep:
+    def run_local(self, *, seed: int | None = None, on_nonfinite: str = "keep") -> LocalStep:
         """A step that runs every rank in this process, one after the other: the same results, without a launcher.
 
-        `seed` fixes the random numbers; by default they follow `torch.manual_seed`.
+        `seed` fixes the random numbers; by default they follow `torch.manual_seed`. `on_nonfinite` says what becomes
+        of a step whose losses or gradients are not finite: "keep" (nothing is checked), "drop" its gradients, "raise".
         """
         tensors = self.tensors()
         mailbox: dict[str, tuple[Tensor, ...]] = {}
@@ -182,15 +182,23 @@ class Pipeline:
             adds = {gradient.name for gradient in self.shared_gradients if gradient.holders[0] == program.rank}
             runners.append(RankRunner(program, tensors, comm.LocalTransport(program.messages, mailbox), adds))
         move_to(runners, self.device)
-        return LocalStep(runners, **self.step_options(torch.initial_seed() if seed is None else seed))
+        return LocalStep(runners, **self.step_options(torch.initial_seed() if seed is None else seed, on_nonfinite))
 
-    def bind(self, rank: int | None = None, *, timeout_s: float = 600.0, seed: int | None = None) -> RankStep:
+    def bind(
+        self,
+        rank: int | None = None,
+        *,
+        timeout_s: float = 600.0,
+        seed: int | None = None,
+        on_nonfinite: str = "keep",
+    ) -> RankStep:
         """This process's part of the pipeline, over torch.distributed (call `init_process_group` first).
 
         The pipeline's ranks are the processes of torch.distributed; `rank`, if given, must be this process's. Moves
         the parameters of this rank's stages to the pipeline's device, checks that all ranks hold the same plan,
-        creates and warms the communicators, and makes parameters that several ranks hold equal. `timeout_s` bounds every
-        wait for another rank. `seed` fixes the random numbers; by default they follow rank 0's `torch.manual_seed`.
+        creates and warms the communicators, and makes parameters that several ranks hold equal. `timeout_s` bounds
+        every wait for another rank. `seed` fixes the random numbers; by default they follow rank 0's
+        `torch.manual_seed`. `on_nonfinite` as in `run_local`: one verdict for all ranks.
 
         Raises `ZbfxError` if torch.distributed is not initialised, has another number of ranks, or plans differ.
         """
@@ -215,16 +223,17 @@ class Pipeline:
         for call in runner.calls:
             call.run = compiled(call.phase)
         step_type = CapturedStep if self.backend.startswith("cudagraph") else RankStep
-        return step_type(runner, channels, self.schedule, loss_rank, **self.step_options(int(str(seeds[0]))))
+        return step_type(
+            runner, channels, self.schedule, loss_rank, **self.step_options(int(str(seeds[0])), on_nonfinite)
+        )
 
-    def step_options(self, seed: int) -> dict[str, Any]:
-        microbatches = self.schedule.microbatches
+    def step_options(self, seed: int, on_nonfinite: str) -> dict[str, Any]:
         return {
             "signature": self.signature,
-            "microbatches": microbatches,
+            "reduction": self.reduction,
             "device": self.device,
-            "loss_dtype": self.loss_dtype,
             "seed": seed,
+            "on_nonfinite": on_nonfinite,
         }
 
     def digest(self) -> str:

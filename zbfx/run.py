@@ -47,6 +47,10 @@ class RankRunner:
         self.kept: dict[str, Tensor] = {}
 
     @property
+    def rank(self) -> int:
+        return self.program.rank
+
+    @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this rank's stages read or give gradients to, under the model's names, in its order."""
         found = {name for call in self.calls for name in call.phase.parameters}

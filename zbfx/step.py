@@ -12,25 +12,31 @@ from zbfx import comm, rng
 from zbfx.batch import Signature, TensorSpec
 from zbfx.comm import Channels
 from zbfx.errors import InputError, PipelineFault
+from zbfx.loss import Reduction
 from zbfx.plan import Schedule
 from zbfx.run import RankRunner, Run
 from zbfx.timeline import Profile, Recorder
+from zbfx.verdict import checked_choice, problems, settle, snapshot
 
 
 class Step:
     """One training step of a pipeline: forward, backward and gradients of a full batch.
 
     `step(*args, **kwargs)` takes the arguments of the example microbatch with the batch dimension `microbatches`
-    times as long, the same on every rank, and returns the mean loss of the microbatches on every rank. Gradients of
-    that mean are added to `.grad` of `parameters()`. `seed` fixes the random numbers of all following steps.
+    times as long, the same on every rank, and returns the loss of the batch on every rank. Its gradients are added to
+    `.grad` of `parameters()`. `seed` fixes the random numbers of all following steps. Where losses and gradients are
+    checked (`on_nonfinite`), `verdict` says why the last step's gradients were dropped; None: they were not.
     """
 
     def __init__(
-        self, signature: Signature, microbatches: int, device: torch.device, loss_dtype: torch.dtype, seed: int
+        self, signature: Signature, reduction: Reduction, device: torch.device, seed: int, on_nonfinite: str
     ) -> None:
-        self.signature, self.microbatches, self.device, self.seed = signature, microbatches, device, seed
-        self.loss_dtype = loss_dtype
-        self.loss_gradient = torch.tensor(1.0 / microbatches, dtype=loss_dtype, device=device)
+        self.signature, self.reduction, self.device, self.seed = signature, reduction, device, seed
+        self.microbatches = reduction.microbatches
+        self.loss_gradient = torch.zeros((), dtype=reduction.dtype, device=device)
+        self.on_nonfinite = checked_choice(on_nonfinite)
+        self.verdict: str | None = None
+        self.losses: tuple[Tensor, ...] = ()  # of the last step's microbatches, on the rank that computes them
         self.count = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -45,10 +51,28 @@ class Step:
     def run_as_traced(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         """The graphs hold their gradients and casts: neither autograd nor an autocast around the step adds any."""
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            return self.run(rows)
+            names = [spec.name for spec in self.signature.tensors]
+            self.loss_gradient.copy_(self.reduction.gradient([dict(zip(names, row, strict=True)) for row in rows]))
+            if self.on_nonfinite == "keep":
+                return self.run(rows)
+            parameters = dict(self.named_parameters())
+            before = snapshot(parameters)
+            loss = self.run(rows)
+            self.verdict = settle(self.problems(), before, parameters, self.on_nonfinite)
+            return loss
 
     def run(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         raise AssertionError("a subclass runs the step")
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        raise AssertionError("a subclass knows its parameters")
+
+    def problems(self) -> list[str]:
+        """What is not finite on any rank after a step."""
+        raise AssertionError("a subclass looks at its gradients")
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for _, parameter in self.named_parameters())
 
     def inputs(self, rows: Sequence[Sequence[Tensor]], names: set[str]) -> list[comm.Microbatch]:
         """The microbatches with the tensors that a rank reads, on its device."""
@@ -73,9 +97,6 @@ class LocalStep(Step):
         super().__init__(**options)
         self.runners = runners
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for _, parameter in self.named_parameters())
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         found = {name for runner in self.runners for name in runner.parameters}
         named = self.runners[0].tensors.named
@@ -86,9 +107,13 @@ class LocalStep(Step):
         for runner in self.runners:
             runner.start(self.loss_gradient)
             runs.append(runner.run(self.inputs(rows, runner.input_names), self.count))
-        losses = next(losses for losses in take_turns(runs) if losses)
+        self.losses = next(losses for losses in take_turns(runs) if losses)
         self.count += 1
-        return torch.stack(losses).mean()
+        return self.reduction.combine(self.losses, self.loss_gradient)
+
+    def problems(self) -> list[str]:
+        found = problems(0, self.losses, {})
+        return found + [bad for runner in self.runners for bad in problems(runner.rank, (), runner.parameters)]
 
 
 def take_turns(runs: Sequence[Run]) -> list[tuple[Tensor, ...]]:
@@ -118,11 +143,13 @@ class RankStep(Step):
         self.runner, self.channels, self.schedule, self.loss_rank = runner, channels, schedule, loss_rank
         self.fault: str | None = None
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return iter(self.runner.parameters.values())
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(self.runner.parameters.items())
+
+    def problems(self) -> list[str]:
+        own = problems(self.runner.rank, self.losses, self.runner.parameters)
+        everywhere: list[Any] = self.channels.gather(own)
+        return sorted((found for rank in everywhere for found in rank), key=lambda text: "gradient" in text)
 
     def run(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         if self.fault is not None:
@@ -159,7 +186,10 @@ class RankStep(Step):
     def run_program(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         """The rank's program, and the loss from the rank that has it."""
         run = self.runner.run(self.inputs(rows, self.runner.input_names), self.count)
-        losses = take_turns([run])[0]
-        loss = torch.stack(losses).mean() if losses else torch.zeros((), dtype=self.loss_dtype, device=self.device)
+        self.losses = take_turns([run])[0]
+        if self.losses:
+            loss = self.reduction.combine(self.losses, self.loss_gradient)
+        else:
+            loss = torch.zeros((), dtype=self.reduction.dtype, device=self.device)
         self.channels.broadcast(loss, self.loss_rank)
         return loss

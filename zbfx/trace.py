@@ -35,13 +35,16 @@ class Objective(nn.Module):
         self.model, self.loss_fn, self.signature = model, loss_fn, signature
         self.lines = UserLines(model)
 
-    def forward(self, *tensors: Tensor) -> Tensor:
+    def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         args, kwargs = self.signature.unflatten(tensors)
         with self.lines:
             output = self.model(*args[: self.signature.input_count], **kwargs)
             if self.loss_fn is None:
                 return checked_loss(model_loss(output), "the model")
-            return checked_loss(self.loss_fn(output, *args[self.signature.input_count :]), "loss_fn")
+            loss = self.loss_fn(output, *args[self.signature.input_count :])
+            if not isinstance(loss, tuple):
+                return checked_loss(loss, "loss_fn")
+            return checked_loss(loss[0], "loss_fn"), checked_count(loss)
 
 
 def model_loss(output: Any) -> Any:
@@ -66,6 +69,16 @@ def checked_loss(loss: Any, source: str) -> Tensor:
             f"Check requires_grad of the parameters, and that nothing detaches the loss or runs under torch.no_grad()"
         )
     return loss.reshape(()) if loss.ndim else loss
+
+
+def checked_count(loss: tuple[Any, ...]) -> Tensor:
+    if len(loss) != 2 or not isinstance(loss[1], Tensor) or loss[1].numel() != 1:
+        raise TraceError(
+            f"loss_fn returns a scalar, or (sum, count) of two scalar tensors; found {len(loss)} entries, "
+            f"the second {type(loss[1]).__name__ if len(loss) > 1 else 'missing'}. "
+            f"Count on tensors: (targets != -100).sum()"
+        )
+    return loss[1].detach().reshape(())
 
 
 class UserLines(TorchFunctionMode):
@@ -221,8 +234,8 @@ def input_port(description: Any, signature: Signature, canonical: Mapping[str, s
 
 def output_port(value: fx.Node, description: Any, signature: Signature, canonical: Mapping[str, str]) -> Port:
     match description:
-        case _torch.PlainAOTOutput():
-            return Port(Role.LOSS, "loss")
+        case _torch.PlainAOTOutput(idx=index):
+            return Port(Role.LOSS, "loss") if index == 0 else Port(Role.COUNT, "count")
         case _torch.GradAOTOutput(grad_of=_torch.ParamAOTInput(target=target)):
             return Port(Role.GRADIENT, canonical[target.removeprefix(MODEL_PREFIX)])
         case _torch.InputMutationAOTOutput(mutated_input=_torch.BufferAOTInput(target=target)):

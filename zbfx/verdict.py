@@ -1,0 +1,51 @@
+"""Whether a step's losses and gradients are finite, and what to do about it: one verdict for all ranks.
+
+"keep"   nothing is checked
+"drop"   the step's gradients are dropped on every rank: `.grad` is what it was before, `step.verdict` says why
+"raise"  the same, and every rank raises `NonFiniteStep`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zbfx.errors import NonFiniteStep, ZbfxError
+
+CHOICES = ("keep", "drop", "raise")
+
+
+def checked_choice(on_nonfinite: str) -> str:
+    if on_nonfinite not in CHOICES:
+        raise ZbfxError(f"on_nonfinite is one of {CHOICES}; found {on_nonfinite!r}")
+    return on_nonfinite
+
+
+def snapshot(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    """The gradients before a step; None costs nothing."""
+    return {name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()}
+
+
+def problems(rank: int, losses: Sequence[Tensor], parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """What is not finite on this rank: losses by microbatch, gradients by parameter."""
+    bad = [f"the loss of microbatch {k} is {float(loss)}" for k, loss in enumerate(losses) if not torch.isfinite(loss)]
+    for name, parameter in parameters.items():
+        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+            bad.append(f"the gradient of {name} is not finite on rank {rank}")
+    return bad
+
+
+def settle(
+    found: Sequence[str], before: Mapping[str, Tensor | None], parameters: Mapping[str, nn.Parameter], on_nonfinite: str
+) -> str | None:
+    """Drop the step's gradients if anything was found on any rank; returns the verdict, or raises `NonFiniteStep`."""
+    if not found:
+        return None
+    for name, parameter in parameters.items():
+        parameter.grad = before[name]
+    verdict = f"gradients dropped: {'; '.join(found[:5])}" + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
+    if on_nonfinite == "raise":
+        raise NonFiniteStep(verdict)
+    return verdict
