@@ -67,9 +67,9 @@ def settings() -> list[Setting]:
     for row in rows("profiled_times_ms"):
         model = models[row["model"]]
         hidden, heads, sequence = (int(model[column]) for column in ("hidden", "heads", "sequence"))
-        times = (exact(float(row[column])) for column in ("t_f", "t_b", "t_w"))
+        forward, backward, weight = (exact(float(row[column])) for column in ("t_f", "t_b", "t_w"))
         # M_B : M_W as in table 1 of the paper.
-        stage = StageCost(*times, saved_bytes=34 * hidden + 5 * heads * sequence, weight_saved_bytes=32 * hidden)
+        stage = StageCost(forward, backward, weight, 34 * hidden + 5 * heads * sequence, 32 * hidden)
         paper = rates[row["model"], row["microbatches"]]
         found.append(
             Setting(

@@ -96,7 +96,9 @@ def closed_form(setting: Setting) -> Row:
     work = float(setting.stage.work_s)
     cost = m * work + (p - 1) * work / v + (2 * p * v - p - 2) * float(setting.comm_ms)
     rate = 1 - m * work / cost
-    return Row("paper", setting.name, "1f1b-i closed form", None, setting.paper_rates["1f1b-i"], rate, 0.0, 0.0, 0.0, 0.0)
+    return Row(
+        "paper", setting.name, "1f1b-i closed form", None, setting.paper_rates["1f1b-i"], rate, 0.0, 0.0, 0.0, 0.0
+    )
 
 
 def table_rows(tables: list[str], budget_s: float) -> Iterator[Row]:
@@ -118,11 +120,15 @@ def table_rows(tables: list[str], budget_s: float) -> Iterator[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true", help="one JSON object per row")
-    parser.add_argument("--budget", type=float, default=5.0, metavar="SECONDS", help="per searched schedule (default: 5)")
+    parser.add_argument(
+        "--budget", type=float, default=5.0, metavar="SECONDS", help="per searched schedule (default: 5)"
+    )
     parser.add_argument("--tables", nargs="+", choices=("paper", "between", "v"), default=["paper", "between", "v"])
     options = parser.parse_args()
     if not options.json:
-        print(f"{'table':8} {'setting':20} {'schedule':18} {'limit':7} {'ref':>7} {'ours':>8} {'bound':>8} {'gap':>9} {'mem':>6} {'s':>6}")
+        print(
+            f"{'table':8} {'setting':20} {'schedule':18} {'limit':7} {'ref':>7} {'ours':>8} {'bound':>8} {'gap':>9} {'mem':>6} {'s':>6}"
+        )
     for row in table_rows(options.tables, options.budget):
         if options.json:
             print(json.dumps(asdict(row)))

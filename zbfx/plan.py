@@ -224,11 +224,12 @@ class Schedule:
     def bubble_rate(self) -> float:
         """(iteration time - work of the heaviest rank) / iteration time (section 5.3 of the paper)."""
         stages = self.costs.stages
+        # Summed before rounding: a schedule without bubbles has rate 0, not nearly 0.
         work = max(
-            sum(float(stages[stage].work_s) for stage in self.costs.stages_of(rank))
+            sum((stages[stage].work_s for stage in self.costs.stages_of(rank)), Fraction())
             for rank in range(self.costs.rank_count)
         )
-        return 1.0 - self.microbatches * work / self.iteration_s if self.iteration_s else 0.0
+        return 1.0 - float(self.microbatches * work) / self.iteration_s if self.iteration_s else 0.0
 
     @property
     def gap(self) -> float:

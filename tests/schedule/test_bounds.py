@@ -1,0 +1,129 @@
+"""Lower bounds against the exhaustive optimum of tiny pipelines and against schedules of larger ones."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from time import perf_counter
+
+import pytest
+from tests.schedule.exhaustive import best_cost
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.random_instances import random_cases
+from zbfx.plan import CostTable, StageCost
+from zbfx.schedule import plan
+from zbfx.schedule.bounds import head_tail_bound, one_rank_bound, stream_bound, work_bound
+from zbfx.schedule.certificate import Certificate
+from zbfx.schedule.chain import chain, split_only
+from zbfx.schedule.exact import instance
+from zbfx.schedule.listing import ListScheduler
+from zbfx.schedule.propagation import Propagation
+from zbfx.schedule.rules import first_rules
+
+UNEQUAL = CostTable.chain([StageCost(2, 3, 5, 4, 3), StageCost(3, 2, 1, 4, 2)], 7)
+
+
+@st.composite
+def problems(draw: st.DrawFn, most_ranks: int, most_microbatches: int) -> tuple[CostTable, int, int | None]:
+    """A linear pipeline, its microbatches and a limit under which something fits."""
+    p, m = draw(st.integers(1, most_ranks)), draw(st.integers(1, most_microbatches))
+    seconds = st.integers(0, 9)
+    stages = [
+        StageCost(draw(seconds), draw(seconds), draw(seconds), draw(st.integers(1, 4)), draw(st.integers(0, 4)))
+        for _ in range(p)
+    ]
+    comm = [draw(st.integers(0, 5)) for _ in range(p - 1)]
+    costs = CostTable.chain(stages, comm, backward_comm_s=[draw(st.integers(0, 5)) for _ in range(p - 1)])
+    least = max(max(stage.saved_bytes, stage.weight_saved_bytes) for stage in stages)
+    extra = draw(st.one_of(st.none(), st.integers(0, 8)))
+    return costs, m, None if extra is None else int(least) + extra
+
+
+def all_bounds(costs: CostTable, m: int, limit: int | None) -> dict[str, Fraction]:
+    problem = instance(split_only(costs), m)
+    units = problem.units(None if limit is None else [limit] * costs.rank_count)
+    pipe = chain(problem, units)
+    assert pipe is not None
+    ticks = {
+        "work": work_bound(problem),
+        "one rank": one_rank_bound(problem, units),
+        "head and tail": head_tail_bound(pipe).cost,
+        "stream": stream_bound(pipe),
+    }
+    return {name: Fraction(value, problem.ticks_per_s) for name, value in ticks.items()}
+
+
+@given(problems(most_ranks=2, most_microbatches=3))
+@settings(max_examples=150, deadline=None)
+def test_no_bound_exceeds_the_exhaustive_optimum(problem: tuple[CostTable, int, int | None]) -> None:
+    costs, m, limit = problem
+    optimum = best_cost(costs, m, limit)
+    for name, bound in all_bounds(costs, m, limit).items():
+        assert bound <= optimum, name
+    certificate = Certificate(costs, m, None if limit is None else [limit] * costs.rank_count)
+    certificate.raise_towards(Fraction(optimum), perf_counter() + 10)
+    assert certificate.seconds <= optimum
+
+
+@given(problems(most_ranks=4, most_microbatches=8))
+@settings(max_examples=100, deadline=None)
+def test_no_bound_exceeds_any_schedule(problem: tuple[CostTable, int, int | None]) -> None:
+    costs, m, limit = problem
+    limits = None if limit is None else [limit] * costs.rank_count
+    certificate = Certificate(costs, m, limits)
+    inside = instance(costs, m)
+    scheduler = ListScheduler(inside, inside.units(limits))
+    found = [scheduler.run(rule) for rule in first_rules(inside, inside.units(limits), certificate.warm_up)]
+    costs_found = [Fraction(listed.cost, inside.ticks_per_s) for listed in found if listed is not None]
+    if costs_found:
+        certificate.raise_towards(min(costs_found), perf_counter() + 10)
+        assert certificate.seconds <= min(costs_found)
+
+
+@pytest.mark.parametrize("m", [2, 3])
+@pytest.mark.parametrize("limit", [4, 6, 7, 8, 11, None])
+def test_the_planner_finds_and_proves_the_exhaustive_optimum(m: int, limit: int | None) -> None:
+    optimum = best_cost(UNEQUAL, m, limit)
+    found = plan(UNEQUAL, m, mem_limit=limit, budget_s=3)
+    assert found.iteration_s == optimum
+    assert found.lower_bound_s <= optimum
+
+
+@pytest.mark.parametrize("limit", [2, 3, 4])
+def test_the_planner_finds_the_exhaustive_optimum_of_a_v(limit: int) -> None:
+    stages = [StageCost(2, 3, 1), StageCost(3, 1, 2), StageCost(1, 2, 1), StageCost(2, 2, 3)]
+    costs = CostTable.chain(stages, 1, placement=(0, 1, 1, 0))
+    assert plan(costs, 1, mem_limit=limit, budget_s=3).iteration_s == best_cost(costs, 1, limit)
+
+
+def test_propagation_proves_what_the_closed_forms_leave_open() -> None:
+    """Four microbatches through eight unequal stages: only the bound by contradiction reaches the optimum."""
+    case = random_cases(seed=0, count=3)[2]
+    found = plan(case.costs, case.microbatches, budget_s=5)
+    assert found.gap == 0
+    assert max(all_bounds(case.costs, case.microbatches, None).values()) < found.iteration_s
+
+
+def test_windows_hold_every_schedule_of_their_cost() -> None:
+    problem = instance(UNEQUAL, 3)
+    pipe = chain(problem, None)
+    assert pipe is not None
+    found = plan(UNEQUAL, 3, budget_s=2)
+    states = Propagation.of(pipe, 1000)
+    assert states is not None
+    windows = states.windows(round(found.iteration_s))
+    assert windows is not None
+    assert states.windows(round(found.iteration_s) - 1) is None
+    for spans in found.spans:
+        for span in spans:
+            index = "FBW".index(str(span.action.kind)), span.action.stage, span.action.microbatch
+            assert windows.earliest[index] <= span.start_s
+            assert span.end_s <= windows.latest[index]
+
+
+def test_a_fused_backward_that_saves_time_lowers_the_bound() -> None:
+    fused = CostTable.chain([StageCost(1, 2, 1, backward_s=2)] * 3, 0)
+    apart = CostTable.chain([StageCost(1, 2, 1)] * 3, 0)
+    assert Certificate(fused, 6, None).seconds < Certificate(apart, 6, None).seconds
+    assert plan(fused, 6, budget_s=2).iteration_s < plan(apart, 6, budget_s=2).iteration_s
