@@ -87,7 +87,8 @@ def compiled(problem: Problem, stages: int, microbatches: int, **options: Any) -
 def rescheduled(pipe: zbfx.Pipeline, microbatches: int, schedule: Any) -> zbfx.Pipeline:
     """The same stages in another order, without tracing again."""
     planned = plan(pipe.schedule.costs, microbatches, schedule=schedule)
-    return replace(pipe, schedule=planned, programs=generate(pipe.stages, planned))
+    reduction = replace(pipe.reduction, microbatches=microbatches)
+    return replace(pipe, schedule=planned, programs=generate(pipe.stages, planned), reduction=reduction)
 
 
 def stepped(problem: Problem, pipe: zbfx.Pipeline, **options: Any) -> tuple[Tensor, Gradients]:
