@@ -7,14 +7,14 @@ least heaviest stage, and among those within `SLACK` of it the one with the fewe
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import networkx
 import numpy
 from torch import fx
 
 from zbfx.errors import ZbfxError
-from zbfx.graphs import Joint, Line, Placed, Role
+from zbfx.graphs import Joint, Line, Placed, Port, Role
 from zbfx.passes.nodes import storage_owner, value_bytes
 from zbfx.passes.positions import line_up
 
@@ -44,6 +44,40 @@ def partition(
     bounds = numpy.array(starts, dtype=int)
     stage_of = {node: int(numpy.searchsorted(bounds, k, side="right")) for node, k in line.position.items()}
     return Placed(joint, line, stage_of, stage_count)
+
+
+def place_like(joint: Joint, owners: Mapping[str, frozenset[int]], stage_count: int) -> Placed:
+    """Place a canonical joint graph by its parameters: each node in the earliest stage, not before that of the node
+    ahead of it, that owns all parameters and buffers that it reads.
+
+    `owners` names the stages that own each. Raises `ZbfxError` if no such stage is left for a node.
+    """
+    line = line_up(joint)
+    ports = joint.input_ports()
+    stage, stages = 0, []
+    for node in line.forward:
+        for name in sorted(names_read(node, line, ports) & owners.keys()):
+            later = [owner for owner in owners[name] if owner >= stage]
+            if not later:
+                raise ZbfxError(
+                    f"the model runs its parts in another order than when it was compiled: {name}, of stage "
+                    f"{max(owners[name])}, is read after stage {stage} has begun. Compile a pipeline of its own for it"
+                )
+            stage = min(later)
+        stages.append(stage)
+    return Placed(joint, line, {node: stages[k] for node, k in line.position.items()}, stage_count)
+
+
+def names_read(node: fx.Node, line: Line, ports: Mapping[fx.Node, Port]) -> set[str]:
+    """The parameters and buffers that a node reads, itself or through views and casts that every stage makes."""
+    found, pending = set(), list(node.all_input_nodes)
+    while pending:
+        source = pending.pop()
+        if source in ports:
+            found.add(ports[source].name)
+        elif source not in line.position:
+            pending += source.all_input_nodes
+    return found
 
 
 def named_cuts(line: Line, cuts: Sequence[str], stage_count: int) -> list[int]:

@@ -381,7 +381,7 @@ def test_fault_in_a_local_step_names_rank_step_and_action(monkeypatch: pytest.Mo
     problem = mlp(2)
     step = compiled(problem, 2, 2).run_local()
     step(*problem.inputs, *problem.targets)
-    call = next(call for call in step.runners[1].calls if call.phase.name == "B1")
+    call = next(call for call in step.engine.runners[1].calls if call.phase.name == "B1")
     monkeypatch.setattr(call, "forward", failing)
     with pytest.raises(PipelineFault) as caught:
         step(*problem.inputs, *problem.targets)

@@ -168,7 +168,7 @@ def late_positions() -> Problem:
 def test_late_inputs_are_read_where_they_are_used() -> None:
     problem = late_positions()
     pipe = compiled(problem, 3, 3, cuts=["second", "head"])
-    read = [runner.input_names for runner in pipe.run_local().runners]
+    read = [runner.input_names for runner in pipe.run_local().engine.runners]
     assert read == [{"inputs[0]"}, {"position_ids"}, {"targets[0]"}]
     sent = {layout.dtype for program in pipe.programs for m in program.messages.values() for layout in m.layouts}
     assert sent == {torch.float32}

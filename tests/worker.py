@@ -92,7 +92,7 @@ def faults(rank: int, step: Any, problem: Problem) -> dict[str, Any]:
         return forward(*args)
 
     if rank == 2:
-        call = next(call for call in step.runner.calls if call.phase.name == "B2")
+        call = next(call for call in step.engine.runners[0].calls if call.phase.name == "B2")
         forward = call.forward
         call.forward = fails_second_time
     fault = refusal(lambda: step(*problem.inputs, *problem.targets))
@@ -182,7 +182,7 @@ def killed(rank: int) -> dict[str, Any]:
     step = compiled(problem, 3, 3).bind()
     step(*problem.inputs, *problem.targets)
     if rank == 1:
-        call = next(call for call in step.runner.calls if call.phase.name == "B1")
+        call = next(call for call in step.engine.runners[0].calls if call.phase.name == "B1")
         call.forward = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
     return refusal(lambda: step(*problem.inputs, *problem.targets))
 

@@ -55,6 +55,7 @@ __all__ = [
     "TangentAOTInput",
     "capture_joint",
     "group_store",
+    "has_gradient_hooks",
     "pytree",
 ]
 
@@ -93,6 +94,11 @@ def capture_joint(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphModule
         for node in graph_module.graph.nodes:
             node.meta["is_backward"] = node.meta.get("partitioner_tag") == "is_backward"
         return graph_module
+
+
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Whether hooks wait for this parameter's gradient (`register_hook`, `register_post_accumulate_grad_hook`)."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:

@@ -9,14 +9,20 @@ cudagraph+inductor  compiled phases, captured
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from zbfx.engine import Engine
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Phase
 from zbfx.step import RankStep
+from zbfx.variants import FORWARD
+
+if TYPE_CHECKING:
+    from zbfx.pipeline import Pipeline
 
 BACKENDS = ("eager", "inductor", "cudagraph", "cudagraph+inductor")
 
@@ -38,48 +44,62 @@ def phase_compiler(backend: str) -> Callable[[Phase], Callable[..., Any]]:
     return lambda phase: torch.compile(phase.module, fullgraph=not phase.is_random, dynamic=False)
 
 
+@dataclass
+class Capture:
+    """A rank's step as a CUDA graph, with the buffers that it reads and the loss that it writes."""
+
+    graph: torch.cuda.CUDAGraph
+    loss: Tensor
+
+
 class CapturedStep(RankStep):
-    """A step as one CUDA graph. The first call runs eagerly, and warms everything up; the second captures, without
-    running anything, and replays; later calls copy the batch into static buffers and replay.
+    """A step as one CUDA graph. The first run of an engine is eager, and warms everything up; the second captures,
+    without running anything, and replays; later ones copy the batch into static buffers and replay.
 
     Random ops draw from the device's default generator, in program order: masks differ from those of other backends.
+    Evaluation runs eagerly.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.static_rows: list[list[Tensor]] = []
-        self.static_loss: Tensor | None = None
-        self.runner.keep_gradients = True
+        self.engine.runners[0].keep_gradients = True
+        self.static_rows: dict[int, list[list[Tensor]]] = {}
 
-    def execute(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
-        if self.count == 0:
-            self.static_rows = [[tensor.to(self.device, copy=True) for tensor in row] for row in rows]
-            return super().execute(self.static_rows)
-        for static_row, row in zip(self.static_rows, rows, strict=True):
+    def build(self, pipe: Pipeline) -> Engine:
+        engine = super().build(pipe)
+        # One set of gradient buffers for all shapes.
+        engine.runners[0].keep_gradients, engine.runners[0].kept = True, self.engine.runners[0].kept
+        return engine
+
+    def execute(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
+        runner = engine.runners[0]
+        if engine.pipe.schedule.name == FORWARD:
+            return super().execute(engine, rows)
+        if engine.runs == 0:
+            device = engine.pipe.device
+            self.static_rows[id(engine)] = [[tensor.to(device, copy=True) for tensor in row] for row in rows]
+            return super().execute(engine, self.static_rows[id(engine)])
+        for static_row, row in zip(self.static_rows[id(engine)], rows, strict=True):
             for static, tensor in zip(static_row, row, strict=True):
                 static.copy_(tensor, non_blocking=True)
-        if self.graph is None or self.runner.recorder is not None:
-            self.capture()
+        if engine.captured is None or runner.recorder is not None:
+            engine.captured = self.capture(engine)
         else:
-            self.runner.start_gradients()
-        assert self.graph is not None, "captured"
-        assert self.static_loss is not None, "captured"
-        if self.runner.recorder is not None:
+            runner.start_gradients()
+        if runner.recorder is not None:
             self.channels.barrier()
-            self.runner.recorder.start = self.runner.recorder.mark()
-        self.graph.replay()
-        return self.static_loss.clone()
+            runner.recorder.start = runner.recorder.mark()
+        engine.captured.graph.replay()
+        return engine.captured.loss.clone()
 
-    def capture(self) -> None:
+    def capture(self, engine: Engine) -> Capture:
         torch.cuda.synchronize()
-        self.runner.start(self.loss_gradient)
+        engine.runners[0].start(engine.loss_gradient)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self.static_loss = self.run_program(self.static_rows)
+                return Capture(graph, self.run_program(engine, self.static_rows[id(engine)]))
         except RuntimeError as error:
             raise ZbfxError(
                 f"this step cannot be captured as a CUDA graph: {error}. Use backend='eager' or 'inductor'"
             ) from error
-        self.graph = graph

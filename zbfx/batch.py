@@ -95,6 +95,35 @@ class Signature:
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         return args, kwargs
 
+    def microbatches_in(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+        """How many microbatches of the example's shape a batch has; None if its shapes are others."""
+        counts: set[int | None] = set()
+        for spec, tensor in zip(self.tensors, self.flatten(args, kwargs), strict=True):
+            shape, size = tuple(tensor.shape), spec.shape[0] if spec.batch_dim == 0 else 0
+            if spec.batch_dim is None:
+                counts |= set() if shape == spec.shape else {None}
+            else:
+                fits = shape[1:] == spec.shape[1:] and shape and shape[0] and size and shape[0] % size == 0
+                counts.add(shape[0] // size if fits else None)
+        return counts.pop() if len(counts) == 1 else (None if counts else 1)
+
+    def first_microbatch(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a batch's first microbatch. Raises `InputError` if it does not divide."""
+        first = []
+        for spec, tensor in zip(self.tensors, self.flatten(args, kwargs), strict=True):
+            if spec.batch_dim is None:
+                first.append(tensor)
+                continue
+            if tensor.ndim != len(spec.shape) or tensor.shape[0] % microbatches or not tensor.shape[0]:
+                raise InputError(
+                    f"{spec.name}: expected {len(spec.shape)} dimensions, the first divisible into {microbatches} "
+                    f"microbatches; found shape {tuple(tensor.shape)}"
+                )
+            first.append(tensor[: tensor.shape[0] // microbatches])
+        return self.unflatten(first)
+
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int) -> list[list[Tensor]]:
         """The tensors of every microbatch, cut from a full batch. Raises `InputError` before anything is sent."""
         columns = []
@@ -109,7 +138,8 @@ class Signature:
                 )
                 raise InputError(
                     f"{spec.name}: expected shape {expected} ({reason}), found {tuple(tensor.shape)}. "
-                    f"Give a batch of that size, or compile again with another example microbatch or microbatches="
+                    f"Give a batch of that size, compile again with another example microbatch or microbatches=, or "
+                    f"run with on_new_shape='recompile'"
                 )
             if tensor.dtype != spec.dtype:
                 raise InputError(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from zbfx._torch import has_gradient_hooks
 from zbfx.comm import Channels
 from zbfx.errors import ZbfxError
 from zbfx.run import RankRunner
@@ -48,9 +50,20 @@ def agree(channels: Channels, digest: str, prepare: Callable[[], None]) -> None:
         )
 
 
+def refuse_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Gradients are accumulated by the stages' graphs, not by autograd: hooks on them would never run."""
+    hooked = [name for name, parameter in parameters.items() if has_gradient_hooks(parameter)]
+    if hooked:
+        raise ZbfxError(
+            f"gradients accumulate into .grad inside the pipeline, where no hook runs; found hooks on the gradients of "
+            f"{', '.join(hooked)}. Remove them, and do their work after the step, on .grad"
+        )
+
+
 def move_to(runners: Sequence[RankRunner], device: torch.device) -> None:
     """Move the parameters, buffers and constants that these ranks use. Raises `ZbfxError` if one has no data."""
     for runner in runners:
+        refuse_gradient_hooks(runner.parameters)
         for name in sorted(runner.tensor_names):
             tensor = runner.tensors.named[name]
             if tensor.is_meta:

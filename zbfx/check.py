@@ -10,12 +10,12 @@ from torch import Tensor, fx, nn
 
 from zbfx import comm, rng
 from zbfx.codegen import Program, generate
+from zbfx.engine import take_turns
 from zbfx.graphs import Joint, Role
 from zbfx.passes.nodes import is_random
 from zbfx.plan import Action, Kind
 from zbfx.run import RankRunner, Tensors
 from zbfx.schedule import build
-from zbfx.step import take_turns
 
 if TYPE_CHECKING:
     from zbfx.pipeline import Pipeline

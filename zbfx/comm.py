@@ -144,10 +144,13 @@ class Channels:
         self.group: dist.ProcessGroup | None = new_group(range(dist.get_world_size()), timeout, device)
         self.store = group_store(self.group)
         self.pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self.opened: set[tuple[int, int]] = set()  # of all ranks, the same on each
 
     def open(self, pairs: Collection[tuple[int, int]]) -> None:
-        """Open a channel for each (source, target); the ranks must agree on `pairs`, or they wait for each other."""
-        for source, target in sorted(pairs):
+        """Open a channel for each (source, target) that has none; the ranks must agree on `pairs`, or they wait for
+        each other."""
+        for source, target in sorted(set(pairs) - self.opened):
+            self.opened.add((source, target))
             group = new_group((source, target), self.timeout, self.device)
             if self.rank in (source, target):
                 self.pairs[source, target] = group

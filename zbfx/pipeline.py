@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from zbfx.backends import CapturedStep, checked_backend, phase_compiler
 from zbfx.batch import Signature
 from zbfx.bind import agree, checked_rank, move_to
 from zbfx.codegen import Program, generate
+from zbfx.engine import local_engine, message_pairs, rank_engine
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Joint, Stage
 from zbfx.loss import Reduction, separate_count
@@ -27,9 +28,9 @@ from zbfx.passes.extract import extract
 from zbfx.passes.partition import partition
 from zbfx.passes.split import split
 from zbfx.plan import CostTable, Schedule
-from zbfx.run import RankRunner, Tensors
+from zbfx.run import Tensors
 from zbfx.schedule import plan
-from zbfx.step import LocalStep, RankStep
+from zbfx.step import LocalStep, RankStep, StepOptions
 from zbfx.trace import canonical_names, named_tensors, trace
 
 
@@ -99,7 +100,9 @@ def compile(
     table = measure.cost_table(costs, stage_graphs, placement, hardware, device, phase_compiler(backend))
     best = measure.from_first_rank(plan(table, microbatches, schedule=schedule, mem_limit=mem_limit))
     programs = generate(stage_graphs, best)
-    return Pipeline(model, loss_fn, signature, examples, reduction, raw, stage_graphs, best, programs, device, backend)
+    return Pipeline(
+        model, loss_fn, signature, examples, reduction, raw, stage_graphs, best, programs, device, backend, mem_limit
+    )
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -154,10 +157,12 @@ class Pipeline:
     programs: tuple[Program, ...]
     device: torch.device
     backend: str
+    mem_limit: Any
 
     @property
-    def loss_stage(self) -> int:
-        return next(s.index for s in self.stages if any(phase.has_loss for phase in s.phases.values()))
+    def loss_rank(self) -> int:
+        stage = next(s.index for s in self.stages if any(phase.has_loss for phase in s.phases.values()))
+        return self.schedule.costs.placement[stage]
 
     def tensors(self) -> Tensors:
         """The model's live tensors by canonical name."""
@@ -169,20 +174,19 @@ class Pipeline:
     def shared_gradients(self) -> tuple[SharedGradient, ...]:
         return shared_gradients(self.stages, self.schedule.costs.placement)
 
-    def run_local(self, *, seed: int | None = None, on_nonfinite: str = "keep") -> LocalStep:
+    def run_local(
+        self, *, seed: int | None = None, on_nonfinite: str = "keep", on_new_shape: str = "refuse"
+    ) -> LocalStep:
         """A step that runs every rank in this process, one after the other: the same results, without a launcher.
 
         `seed` fixes the random numbers; by default they follow `torch.manual_seed`. `on_nonfinite` says what becomes
         of a step whose losses or gradients are not finite: "keep" (nothing is checked), "drop" its gradients, "raise".
+        `on_new_shape`: "refuse" a batch of other shapes than the example's, or "recompile", once per shape.
         """
-        tensors = self.tensors()
-        mailbox: dict[str, tuple[Tensor, ...]] = {}
-        runners = []
-        for program in self.programs:
-            adds = {gradient.name for gradient in self.shared_gradients if gradient.holders[0] == program.rank}
-            runners.append(RankRunner(program, tensors, comm.LocalTransport(program.messages, mailbox), adds))
-        move_to(runners, self.device)
-        return LocalStep(runners, **self.step_options(torch.initial_seed() if seed is None else seed, on_nonfinite))
+        options = StepOptions(torch.initial_seed() if seed is None else seed, on_nonfinite, on_new_shape)
+        engine = local_engine(self, self.tensors())
+        move_to(engine.runners, self.device)
+        return LocalStep(engine, options)
 
     def bind(
         self,
@@ -191,6 +195,7 @@ class Pipeline:
         timeout_s: float = 600.0,
         seed: int | None = None,
         on_nonfinite: str = "keep",
+        on_new_shape: str = "refuse",
     ) -> RankStep:
         """This process's part of the pipeline, over torch.distributed (call `init_process_group` first).
 
@@ -198,43 +203,27 @@ class Pipeline:
         the parameters of this rank's stages to the pipeline's device, checks that all ranks hold the same plan,
         creates and warms the communicators, and makes parameters that several ranks hold equal. `timeout_s` bounds
         every wait for another rank. `seed` fixes the random numbers; by default they follow rank 0's
-        `torch.manual_seed`. `on_nonfinite` as in `run_local`: one verdict for all ranks.
+        `torch.manual_seed`. `on_nonfinite` (one verdict for all ranks) and `on_new_shape` as in `run_local`.
 
         Raises `ZbfxError` if torch.distributed is not initialised, has another number of ranks, or plans differ.
         """
         rank = checked_rank(len(self.programs), rank)
-        messages = [message for program in self.programs for message in program.messages.values()]
-        pairs = {(message.source, message.target) for message in messages}
+        options = StepOptions(torch.initial_seed() if seed is None else seed, on_nonfinite, on_new_shape)
+        channels, tensors = comm.Channels(rank, self.device, timedelta(seconds=timeout_s)), self.tensors()
+        engine = rank_engine(self, tensors, channels)
+        agree(channels, self.digest(), partial(move_to, engine.runners, self.device))
         holders = parameter_holders(self.stages, self.schedule.costs.placement)
         copies = [(name, first, other) for name, (first, *others) in holders.items() for other in others]
-        tensors = self.tensors()
-        program = self.programs[rank]
-        channels = comm.Channels(rank, self.device, timedelta(seconds=timeout_s))
-        transport = comm.GroupTransport(program.messages, channels)
-        runner = RankRunner(program, tensors, transport, adds={gradient.name for gradient in self.shared_gradients})
-        agree(channels, self.digest(), partial(move_to, [runner], self.device))
-        channels.open(pairs | {(first, other) for _, first, other in copies})
+        channels.open(message_pairs(self) | {(first, other) for _, first, other in copies})
         for name, first, other in copies:
             if rank in (first, other):
                 channels.copy(tensors.named[name].detach(), first, other)
-        seeds = channels.gather(torch.initial_seed() if seed is None else seed)
-        loss_rank = self.schedule.costs.placement[self.loss_stage]
+        options = replace(options, seed=int(str(channels.gather(options.seed)[0])))
         compiled = phase_compiler(self.backend)
-        for call in runner.calls:
+        for call in engine.runners[0].calls:
             call.run = compiled(call.phase)
         step_type = CapturedStep if self.backend.startswith("cudagraph") else RankStep
-        return step_type(
-            runner, channels, self.schedule, loss_rank, **self.step_options(int(str(seeds[0])), on_nonfinite)
-        )
-
-    def step_options(self, seed: int, on_nonfinite: str) -> dict[str, Any]:
-        return {
-            "signature": self.signature,
-            "reduction": self.reduction,
-            "device": self.device,
-            "seed": seed,
-            "on_nonfinite": on_nonfinite,
-        }
+        return step_type(engine, options, channels, tensors)
 
     def digest(self) -> str:
         """A hash of every rank's program and of every phase: equal where the plans are."""

@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from zbfx import comm, rng
-from zbfx.batch import Signature, TensorSpec
+from zbfx import rng
 from zbfx.comm import Channels
-from zbfx.errors import InputError, PipelineFault
-from zbfx.loss import Reduction
-from zbfx.plan import Schedule
-from zbfx.run import RankRunner, Run
+from zbfx.engine import Engine, local_engine, message_pairs, rank_engine
+from zbfx.errors import InputError, PipelineFault, ZbfxError
+from zbfx.run import Tensors
 from zbfx.timeline import Profile, Recorder
+from zbfx.variants import variant
 from zbfx.verdict import checked_choice, problems, settle, snapshot
+
+if TYPE_CHECKING:
+    from zbfx.pipeline import Pipeline
+
+NEW_SHAPES = ("refuse", "recompile")
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """`seed` fixes the random numbers. `on_nonfinite`: "keep", "drop" or "raise" (`zbfx.verdict`). `on_new_shape`:
+    "refuse" a batch of other shapes than the example's, or "recompile" for it, once per shape."""
+
+    seed: int
+    on_nonfinite: str = "keep"
+    on_new_shape: str = "refuse"
+
+    def __post_init__(self) -> None:
+        checked_choice(self.on_nonfinite)
+        if self.on_new_shape not in NEW_SHAPES:
+            raise ZbfxError(f"on_new_shape is one of {NEW_SHAPES}; found {self.on_new_shape!r}")
 
 
 class Step:
@@ -24,112 +44,106 @@ class Step:
 
     `step(*args, **kwargs)` takes the arguments of the example microbatch with the batch dimension `microbatches`
     times as long, the same on every rank, and returns the loss of the batch on every rank. Its gradients are added to
-    `.grad` of `parameters()`. `seed` fixes the random numbers of all following steps. Where losses and gradients are
-    checked (`on_nonfinite`), `verdict` says why the last step's gradients were dropped; None: they were not.
+    `.grad` of `parameters()`. `step.evaluate` takes the same and runs the forward alone, in eval mode. Where losses
+    and gradients are checked, `verdict` says why the last step's gradients were dropped; None: they were not.
     """
 
-    def __init__(
-        self, signature: Signature, reduction: Reduction, device: torch.device, seed: int, on_nonfinite: str
-    ) -> None:
-        self.signature, self.reduction, self.device, self.seed = signature, reduction, device, seed
-        self.microbatches = reduction.microbatches
-        self.loss_gradient = torch.zeros((), dtype=reduction.dtype, device=device)
-        self.on_nonfinite = checked_choice(on_nonfinite)
+    def __init__(self, engine: Engine, options: StepOptions) -> None:
+        self.engine, self.options = engine, options
+        self.others: dict[tuple[object, ...], Engine] = {}  # for other shapes, and for evaluation
         self.verdict: str | None = None
         self.losses: tuple[Tensor, ...] = ()  # of the last step's microbatches, on the rank that computes them
         self.count = 0
 
+    @property
+    def microbatches(self) -> int:
+        return self.engine.pipe.reduction.microbatches
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters whose gradients arise in this process, under the model's names."""
+        return iter(self.engine.parameters.items())
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return iter(self.engine.parameters.values())
+
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.run_as_traced(self.signature.split(args, kwargs, self.microbatches))
+        engine = self.engine_for(args, kwargs, self.microbatches, evaluation=False)
+        return self.train(engine, engine.pipe.signature.split(args, kwargs, self.microbatches))
 
     def run_split(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Tensor:
         """One step from microbatches that are cut already: (positional, keyword) arguments of each."""
         if len(batches) != self.microbatches:
             raise InputError(f"expected {self.microbatches} microbatches, found {len(batches)}")
-        return self.run_as_traced([self.signature.split(args, kwargs, 1)[0] for args, kwargs in batches])
+        signature = self.engine.pipe.signature
+        return self.train(self.engine, [signature.split(args, kwargs, 1)[0] for args, kwargs in batches])
 
-    def run_as_traced(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
+    def train(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         """The graphs hold their gradients and casts: neither autograd nor an autocast around the step adds any."""
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            names = [spec.name for spec in self.signature.tensors]
-            self.loss_gradient.copy_(self.reduction.gradient([dict(zip(names, row, strict=True)) for row in rows]))
-            if self.on_nonfinite == "keep":
-                return self.run(rows)
-            parameters = dict(self.named_parameters())
-            before = snapshot(parameters)
-            loss = self.run(rows)
-            self.verdict = settle(self.problems(), before, parameters, self.on_nonfinite)
+        with torch.no_grad(), torch.autocast(engine.pipe.device.type, enabled=False):
+            engine.weigh(rows)
+            if self.options.on_nonfinite == "keep":
+                return self.run(engine, rows)
+            before = snapshot(engine.parameters)
+            loss = self.run(engine, rows)
+            self.verdict = settle(self.problems(engine), before, engine.parameters, self.options.on_nonfinite)
             return loss
 
-    def run(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
+    def evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The loss of a batch in eval mode: no gradients, no activations kept. The batch has any whole number of
+        microbatches."""
+        count = self.engine.pipe.signature.microbatches_in(args, kwargs)
+        engine = self.engine_for(args, kwargs, count or self.microbatches, evaluation=True)
+        rows = engine.pipe.signature.split(args, kwargs, engine.pipe.reduction.microbatches)
+        with torch.no_grad(), torch.autocast(engine.pipe.device.type, enabled=False):
+            engine.weigh(rows)
+            return self.run(engine, rows)
+
+    def engine_for(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, *, evaluation: bool
+    ) -> Engine:
+        """The engine for a batch like this; builds it if the options allow. Raises `InputError` otherwise."""
+        signature = self.engine.pipe.signature
+        fits = signature.microbatches_in(args, kwargs) == microbatches
+        if fits and not evaluation:
+            return self.engine
+        if not fits and self.options.on_new_shape == "refuse":
+            signature.split(args, kwargs, microbatches)
+        key = (evaluation, microbatches, *(tuple(t.shape) for t in signature.flatten(args, kwargs)))
+        if key not in self.others:
+            example = signature.first_microbatch(args, kwargs, microbatches)
+            self.others[key] = self.build(variant(self.engine.pipe, *example, microbatches, evaluation=evaluation))
+        return self.others[key]
+
+    def seed_of_step(self) -> int:
+        return rng.mix(self.options.seed, self.count)
+
+    def build(self, pipe: Pipeline) -> Engine:
+        raise AssertionError("a subclass binds pipelines")
+
+    def run(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         raise AssertionError("a subclass runs the step")
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        raise AssertionError("a subclass knows its parameters")
-
-    def problems(self) -> list[str]:
+    def problems(self, engine: Engine) -> list[str]:
         """What is not finite on any rank after a step."""
         raise AssertionError("a subclass looks at its gradients")
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for _, parameter in self.named_parameters())
-
-    def inputs(self, rows: Sequence[Sequence[Tensor]], names: set[str]) -> list[comm.Microbatch]:
-        """The microbatches with the tensors that a rank reads, on its device."""
-        specs = self.signature.tensors
-        return [
-            comm.Microbatch(
-                {s.name: self.placed(t, s) for s, t in zip(specs, row, strict=True) if s.name in names},
-                rng.mix(self.seed, self.count, index),
-            )
-            for index, row in enumerate(rows)
-        ]
-
-    def placed(self, tensor: Tensor, spec: TensorSpec) -> Tensor:
-        """The tensor on this rank's device, with the strides that the graph was traced with."""
-        return comm.laid_out(tensor.to(self.device), spec)
 
 
 class LocalStep(Step):
     """All ranks of a pipeline in this process, one after the other as their messages allow: same results, no speed."""
 
-    def __init__(self, runners: Sequence[RankRunner], **options: Any) -> None:
-        super().__init__(**options)
-        self.runners = runners
+    def build(self, pipe: Pipeline) -> Engine:
+        return local_engine(pipe, self.engine.runners[0].tensors)
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        found = {name for runner in self.runners for name in runner.parameters}
-        named = self.runners[0].tensors.named
-        return ((name, t) for name, t in named.items() if name in found and isinstance(t, nn.Parameter))
-
-    def run(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
-        runs = []
-        for runner in self.runners:
-            runner.start(self.loss_gradient)
-            runs.append(runner.run(self.inputs(rows, runner.input_names), self.count))
-        self.losses = next(losses for losses in take_turns(runs) if losses)
+    def run(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
+        for runner in engine.runners:
+            runner.start(engine.loss_gradient)
+        self.losses = engine.run(rows, self.seed_of_step(), self.count)
         self.count += 1
-        return self.reduction.combine(self.losses, self.loss_gradient)
+        return engine.pipe.reduction.combine(self.losses, engine.loss_gradient)
 
-    def problems(self) -> list[str]:
+    def problems(self, engine: Engine) -> list[str]:
         found = problems(0, self.losses, {})
-        return found + [bad for runner in self.runners for bad in problems(runner.rank, (), runner.parameters)]
-
-
-def take_turns(runs: Sequence[Run]) -> list[tuple[Tensor, ...]]:
-    """Run each generator until it waits, in turn, until all have ended."""
-    results: dict[int, tuple[Tensor, ...]] = {}
-    position: dict[int, int] = {}
-    while len(results) < len(runs):
-        before = (len(results), dict(position))
-        for index, run in enumerate(runs):
-            if index not in results:
-                try:
-                    position[index] = next(run)
-                except StopIteration as end:
-                    results[index] = end.value
-        assert before != (len(results), position), f"programs deadlock at nodes {position}"
-    return [results[index] for index in range(len(runs))]
+        return found + [bad for runner in engine.runners for bad in problems(runner.rank, (), runner.parameters)]
 
 
 class RankStep(Step):
@@ -138,58 +152,60 @@ class RankStep(Step):
     When a rank fails, every rank raises `PipelineFault` with that rank's message. The step cannot be used after that.
     """
 
-    def __init__(self, runner: RankRunner, channels: Channels, schedule: Schedule, loss_rank: int, **options: Any):
-        super().__init__(**options)
-        self.runner, self.channels, self.schedule, self.loss_rank = runner, channels, schedule, loss_rank
+    def __init__(self, engine: Engine, options: StepOptions, channels: Channels, tensors: Tensors) -> None:
+        super().__init__(engine, options)
+        self.channels, self.tensors = channels, tensors
         self.fault: str | None = None
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return iter(self.runner.parameters.items())
+    def build(self, pipe: Pipeline) -> Engine:
+        self.channels.open(message_pairs(pipe))
+        return rank_engine(pipe, self.tensors, self.channels)
 
-    def problems(self) -> list[str]:
-        own = problems(self.runner.rank, self.losses, self.runner.parameters)
-        everywhere: list[Any] = self.channels.gather(own)
-        return sorted((found for rank in everywhere for found in rank), key=lambda text: "gradient" in text)
-
-    def run(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
+    def run(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         if self.fault is not None:
             raise PipelineFault(
                 f"this pipeline has failed before and cannot go on; bind it again. It failed with: {self.fault}"
             )
         try:
-            loss = self.execute(rows)
+            loss = self.execute(engine, rows)
         except BaseException as error:
-            self.runner.transport.drop()
+            engine.runners[0].transport.drop()
             self.fault = self.channels.fail(error)
             if not isinstance(error, Exception):  # Ctrl-C and exit stay what they are
                 raise
             raise PipelineFault(self.fault) from error
         self.count += 1
+        engine.runs += 1
         return loss
+
+    def problems(self, engine: Engine) -> list[str]:
+        own = problems(self.channels.rank, self.losses, engine.parameters)
+        everywhere: list[Any] = self.channels.gather(own)
+        return sorted((found for rank in everywhere for found in rank), key=lambda text: "gradient" in text)
 
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
         """Run one step (its gradients count) and return the measured timeline of all ranks, on every rank."""
-        self.runner.recorder = Recorder(self.device)
+        recorder = self.engine.runners[0].recorder = Recorder(self.engine.pipe.device)
         try:
             self.channels.barrier()
-            self.runner.recorder.begin()
+            recorder.begin()
             self(*args, **kwargs)
-            spans = self.channels.gather(tuple(self.runner.recorder.spans()))
+            spans: list[Any] = self.channels.gather(tuple(recorder.spans()))
         finally:
-            self.runner.recorder = None
-        return Profile(self.schedule, tuple(spans))  # type: ignore[arg-type]
+            self.engine.runners[0].recorder = None
+        return Profile(self.engine.pipe.schedule, tuple(spans))
 
-    def execute(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
-        self.runner.start(self.loss_gradient)
-        return self.run_program(rows)
+    def execute(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
+        engine.runners[0].start(engine.loss_gradient)
+        return self.run_program(engine, rows)
 
-    def run_program(self, rows: Sequence[Sequence[Tensor]]) -> Tensor:
+    def run_program(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         """The rank's program, and the loss from the rank that has it."""
-        run = self.runner.run(self.inputs(rows, self.runner.input_names), self.count)
-        self.losses = take_turns([run])[0]
+        pipe = engine.pipe
+        self.losses = engine.run(rows, self.seed_of_step(), self.count)
         if self.losses:
-            loss = self.reduction.combine(self.losses, self.loss_gradient)
+            loss = pipe.reduction.combine(self.losses, engine.loss_gradient)
         else:
-            loss = torch.zeros((), dtype=self.reduction.dtype, device=self.device)
-        self.channels.broadcast(loss, self.loss_rank)
+            loss = torch.zeros((), dtype=pipe.reduction.dtype, device=pipe.device)
+        self.channels.broadcast(loss, pipe.loss_rank)
         return loss

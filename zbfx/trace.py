@@ -112,6 +112,7 @@ def trace(
     example_targets: tuple[Any, ...],
     *,
     device: torch.device,
+    evaluation: bool = False,
 ) -> tuple[Joint, Signature]:
     """The joint graph of one microbatch on `device`, and the structure of the call.
 
@@ -126,6 +127,8 @@ def trace(
         ]
     fake_model, fake_loss_fn = fake_copies(model, loss_fn, fake_mode, device)
     objective = Objective(fake_model, fake_loss_fn, signature)
+    if evaluation:
+        objective.eval()
     try:
         with fake_mode:
             module = _torch.capture_joint(objective, inputs)

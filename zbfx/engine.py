@@ -1,0 +1,101 @@
+"""A pipeline's programs on live tensors, for one shape of microbatch: what a step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zbfx import comm, rng
+from zbfx.run import RankRunner, Run, Tensors
+
+if TYPE_CHECKING:
+    from zbfx.pipeline import Pipeline
+
+
+@dataclass
+class Engine:
+    """The runners of the ranks in this process. `loss_gradient` is rewritten before each run; `captured` belongs to
+    the backend; `runs` counts."""
+
+    pipe: Pipeline
+    runners: Sequence[RankRunner]
+    loss_gradient: Tensor
+    captured: Any = None
+    runs: int = 0
+
+    @classmethod
+    def of(cls, pipe: Pipeline, runners: Sequence[RankRunner]) -> Engine:
+        return cls(pipe, runners, torch.zeros((), dtype=pipe.reduction.dtype, device=pipe.device))
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of these ranks under the model's names, in its order."""
+        found = {name for runner in self.runners for name in runner.parameters}
+        named = self.runners[0].tensors.named
+        return {name: t for name, t in named.items() if name in found and isinstance(t, nn.Parameter)}
+
+    def weigh(self, rows: Sequence[Sequence[Tensor]]) -> None:
+        """Set the gradient that each backward starts from."""
+        names = [spec.name for spec in self.pipe.signature.tensors]
+        named = [dict(zip(names, row, strict=True)) for row in rows]
+        self.loss_gradient.copy_(self.pipe.reduction.gradient(named))
+
+    def inputs(self, rows: Sequence[Sequence[Tensor]], runner: RankRunner, seed: int) -> list[comm.Microbatch]:
+        """The microbatches with the tensors that a rank reads, on its device, with the strides of the trace."""
+        specs, device, names = self.pipe.signature.tensors, self.pipe.device, runner.input_names
+        return [
+            comm.Microbatch(
+                {s.name: comm.laid_out(t.to(device), s) for s, t in zip(specs, row, strict=True) if s.name in names},
+                rng.mix(seed, index),
+            )
+            for index, row in enumerate(rows)
+        ]
+
+    def run(self, rows: Sequence[Sequence[Tensor]], seed: int, step: int) -> tuple[Tensor, ...]:
+        """Run all programs; returns the losses of the microbatches if a rank of this process computes them."""
+        runs = [runner.run(self.inputs(rows, runner, seed), step) for runner in self.runners]
+        return next((losses for losses in take_turns(runs) if losses), ())
+
+
+def take_turns(runs: Sequence[Run]) -> list[tuple[Tensor, ...]]:
+    """Run each generator until it waits, in turn, until all have ended."""
+    results: dict[int, tuple[Tensor, ...]] = {}
+    position: dict[int, int] = {}
+    while len(results) < len(runs):
+        before = (len(results), dict(position))
+        for index, run in enumerate(runs):
+            if index not in results:
+                try:
+                    position[index] = next(run)
+                except StopIteration as end:
+                    results[index] = end.value
+        assert before != (len(results), position), f"programs deadlock at nodes {position}"
+    return [results[index] for index in range(len(runs))]
+
+
+def local_engine(pipe: Pipeline, tensors: Tensors) -> Engine:
+    """All ranks in this process: the first holder of a shared gradient adds it up."""
+    mailbox: dict[str, tuple[Tensor, ...]] = {}
+    runners = []
+    for program in pipe.programs:
+        adds = {gradient.name for gradient in pipe.shared_gradients if gradient.holders[0] == program.rank}
+        runners.append(RankRunner(program, tensors, comm.LocalTransport(program.messages, mailbox), adds))
+    return Engine.of(pipe, runners)
+
+
+def rank_engine(pipe: Pipeline, tensors: Tensors, channels: comm.Channels) -> Engine:
+    """One rank, whose messages go over `channels` (opened by whoever calls this on every rank)."""
+    program = pipe.programs[channels.rank]
+    transport = comm.GroupTransport(program.messages, channels)
+    adds = {gradient.name for gradient in pipe.shared_gradients}
+    return Engine.of(pipe, [RankRunner(program, tensors, transport, adds)])
+
+
+def message_pairs(pipe: Pipeline) -> set[tuple[int, int]]:
+    """The (source, target) ranks between which anything travels."""
+    messages: list[Mapping[str, Any]] = [program.messages for program in pipe.programs]
+    return {(message.source, message.target) for found in messages for message in found.values()}
