@@ -212,7 +212,7 @@ def verdict(console: Console, runs: dict[str, list[float]], entropy: float) -> b
 
 def parse(arguments: Sequence[str] | None) -> Job:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n\n")[0])
-    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--processes", type=int, default=4, help="ranks of the pipeline, one stage each (default: 4)")
     parser.add_argument("--microbatches", type=int, default=8, help="a step (default: 8)")
     parser.add_argument("--microbatch-size", type=int, default=2, help="sequences a microbatch (default: 2)")
