@@ -5,6 +5,9 @@
 3. A parameter's gradient is listed as its separate contributions, not as their sum: each then belongs to one stage.
 4. A fused backward node that computes an expensive gradient of both kinds becomes two nodes.
 5. Every output is computed: one that is an input gets a clone. Nothing is computed that no output needs.
+6. Every node has a fake value; checks of values, which have no result, have None.
+
+A collective inside the model is refused: a stage runs on one rank, so that the others would never join it.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 from torch import fx
 
 from zbfx._torch import GRADIENT_ADDITION_MARK
+from zbfx.errors import TraceError
 from zbfx.graphs import Joint, Port, Role, copy_graph
 from zbfx.passes.nodes import is_view
 
@@ -25,10 +29,15 @@ aten = torch.ops.aten
 # weight gradient is a cheap sum, and keeping it for W would hold two activations until then.
 MASKED_BACKWARD = {aten.convolution_backward.default: 10}
 
+COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
+
 
 def canonicalize(joint: Joint) -> Joint:
-    """The rewrites above, on a copy."""
+    """The rewrites above, on a copy. Raises `TraceError` for a collective."""
     graph = copy_graph(joint.graph)
+    for node in graph.nodes:
+        refuse_collective(node)
+        node.meta.setdefault("val", None)
     joint = replace(joint, graph=graph)
     remove_identities(graph)
     clone_passed_inputs(graph)
@@ -38,6 +47,15 @@ def canonicalize(joint: Joint) -> Joint:
     graph.eliminate_dead_code()
     graph.lint()
     return joint
+
+
+def refuse_collective(node: fx.Node) -> None:
+    if getattr(node.target, "namespace", None) in COLLECTIVES:
+        raise TraceError(
+            f"the model runs a collective, {node.target} (node {node.name}), at "
+            f"{node.meta.get('stack_trace') or 'an unknown line'}: a stage runs on one rank, and the other ranks would "
+            f"never join. Use plain tensors in the model, and other parallelism around the pipeline"
+        )
 
 
 def remove_identities(graph: fx.Graph) -> None:

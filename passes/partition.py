@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import networkx
 import numpy
 from torch import fx
 
 from zbfx.errors import ZbfxError
-from zbfx.graphs import Joint, Line, Placed, Port, Role
+from zbfx.graphs import Joint, Line, Placed, Port, Role, copy_graph
 from zbfx.passes.nodes import storage_owner, value_bytes
 from zbfx.passes.positions import line_up
 
@@ -41,9 +42,28 @@ def partition(
         starts = balanced_cuts(joint, line, stage_count, seconds, bytes_per_s)
     else:
         starts = named_cuts(line, cuts, stage_count)
+    joint = recompute_within_stages(joint, line, stages_from(line, starts))
+    line = line_up(joint)
+    return Placed(joint, line, stages_from(line, starts), stage_count)
+
+
+def stages_from(line: Line, starts: Sequence[int]) -> dict[fx.Node, int]:
+    """The stage of every node that has a position; the second stage begins at position `starts[0]`, and so on."""
     bounds = numpy.array(starts, dtype=int)
-    stage_of = {node: int(numpy.searchsorted(bounds, k, side="right")) for node, k in line.position.items()}
-    return Placed(joint, line, stage_of, stage_count)
+    return {node: int(numpy.searchsorted(bounds, k, side="right")) for node, k in line.position.items()}
+
+
+def recompute_within_stages(joint: Joint, line: Line, stage_of: Mapping[fx.Node, int]) -> Joint:
+    """Where a cut goes through a checkpointed part, the later stage recomputes from the value that crossed the cut in
+    the forward: it has that value, and an earlier stage recomputes only after it."""
+    graph = copy_graph(joint.graph)
+    copies = dict(zip(joint.graph.nodes, graph.nodes, strict=True))
+    for node, first in line.original.items():
+        for user in node.users:
+            if stage_of.get(user, stage_of[node]) > stage_of[node]:
+                copies[user].replace_input_with(copies[node], copies[first])
+    graph.eliminate_dead_code()
+    return replace(joint, graph=graph)
 
 
 def place_like(joint: Joint, owners: Mapping[str, frozenset[int]], stage_count: int) -> Placed:
