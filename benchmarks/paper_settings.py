@@ -1,4 +1,4 @@
-"""The twelve settings of "Zero Bubble Pipeline Parallelism" as cost tables: profiled times, memory of a transformer layer."""
+"""The twelve settings of "Zero Bubble Pipeline Parallelism" as cost tables: its times and memory."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from benchmarks.paper_settings import Setting, rows, settings
+from benchmarks.paper_settings import Setting, settings
 from zbfx.plan import CostTable, Schedule
 from zbfx.schedule import plan
 
@@ -126,9 +126,8 @@ def main() -> None:
     parser.add_argument("--tables", nargs="+", choices=("paper", "between", "v"), default=["paper", "between", "v"])
     options = parser.parse_args()
     if not options.json:
-        print(
-            f"{'table':8} {'setting':20} {'schedule':18} {'limit':7} {'ref':>7} {'ours':>8} {'bound':>8} {'gap':>9} {'mem':>6} {'s':>6}"
-        )
+        head = ("table", "setting", "schedule", "limit", "ref", "ours", "bound", "gap", "mem", "s")
+        print("{:8} {:20} {:18} {:7} {:>7} {:>8} {:>8} {:>9} {:>6} {:>6}".format(*head))
     for row in table_rows(options.tables, options.budget):
         if options.json:
             print(json.dumps(asdict(row)))
@@ -136,7 +135,8 @@ def main() -> None:
             reference = "" if row.reference is None else f"{row.reference:.4f}"
             print(
                 f"{row.table:8} {row.setting:20} {row.schedule:18} {row.mem_limit or '':7} {reference:>7} "
-                f"{row.bubble_rate:8.5f} {row.bound_bubble_rate:8.5f} {row.gap:9.2e} {row.peak_memory:6.3f} {row.seconds:6.2f}"
+                f"{row.bubble_rate:8.5f} {row.bound_bubble_rate:8.5f} {row.gap:9.2e} {row.peak_memory:6.3f} "
+                f"{row.seconds:6.2f}"
             )
         sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""Pipelines of unequal stages: how often the planner proves its schedule optimal, and how far it is from the bound else.
+"""Pipelines of unequal stages: how often the planner proves its schedule optimal, and how large the gap is else.
 
 `python -m benchmarks.random_instances [--seed 0] [--count 120] [--budget 4] [--json]`. p is 4 to 8, m is p/2 to 4p; a
 stage's T_F and T_B are 0.7 to 1.6 and its T_W 0.3 to 1.2 of a common unit, T_comm is 0 to 0.3 of it. M_W is 0.3 to 0.8

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
+from math import isclose
 from os import PathLike
 from pathlib import Path
 from shutil import get_terminal_size
@@ -224,12 +225,12 @@ class Schedule:
     def bubble_rate(self) -> float:
         """(iteration time - work of the heaviest rank) / iteration time (section 5.3 of the paper)."""
         stages = self.costs.stages
-        # Summed before rounding: a schedule without bubbles has rate 0, not nearly 0.
-        work = max(
-            sum((stages[stage].work_s for stage in self.costs.stages_of(rank)), Fraction())
+        work = self.microbatches * max(
+            sum(float(stages[stage].work_s) for stage in self.costs.stages_of(rank))
             for rank in range(self.costs.rank_count)
         )
-        return 1.0 - float(self.microbatches * work) / self.iteration_s if self.iteration_s else 0.0
+        # Times are sums of rounded numbers: a schedule without bubbles has rate 0, not 1e-16.
+        return 0.0 if isclose(self.iteration_s, work, rel_tol=1e-12) else 1.0 - work / self.iteration_s
 
     @property
     def gap(self) -> float:

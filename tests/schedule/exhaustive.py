@@ -5,7 +5,7 @@ Times and sizes are whole numbers."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
 
 from zbfx.plan import CostTable
 
@@ -48,7 +48,7 @@ def cost_of(ranks: tuple[Word, ...], costs: CostTable) -> int | None:
     }
     arcs: list[tuple[tuple[str, int, int], tuple[str, int, int], int]] = []
     for word in ranks:
-        arcs += [(one, other, 0) for one, other in zip(word, word[1:], strict=False)]
+        arcs += [(one, other, 0) for one, other in pairwise(word)]
     microbatches = 1 + max(action[2] for action in seconds)
     for edge, j in product(costs.edges, range(microbatches)):
         local = costs.placement[edge.source] == costs.placement[edge.target]

@@ -6,11 +6,11 @@ from fractions import Fraction
 from time import perf_counter
 
 import pytest
-from tests.schedule.exhaustive import best_cost
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.random_instances import random_cases
+from tests.schedule.exhaustive import best_cost
 from zbfx.plan import CostTable, StageCost
 from zbfx.schedule import plan
 from zbfx.schedule.bounds import head_tail_bound, one_rank_bound, stream_bound, work_bound

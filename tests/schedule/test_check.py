@@ -87,7 +87,7 @@ def test_ranks_that_send_and_receive_in_opposite_orders() -> None:
         "F1.0 F1.1 F2.0 F2.1 B2.0 B1.0 B2.1 B1.1 W2.0 W1.0 W2.1 W1.1",
     ]
     with pytest.raises(
-        InvalidSchedule, match="deadlock: rank 0 waits at F3.0 for F2.0, which rank 1 runs only after F1.1"
+        InvalidSchedule, match=r"deadlock: rank 0 waits at F3.0 for F2.0, which rank 1 runs only after F1.1"
     ):
         check(costs, 2, read_orders(swapped))
 

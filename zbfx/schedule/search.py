@@ -19,11 +19,13 @@ from zbfx.schedule.local_search import LocalSearch
 from zbfx.schedule.longest_path import peak_units
 from zbfx.schedule.rules import first_rules, most_in_flight
 from zbfx.schedule.variation import RefillVariation, RuleVariation, Variation
+from zbfx.schedule.vshape import v_placement, zb_v
 
 FIRST_STEPS, STEPS_GROWTH = 40, 1.5  # list schedules, and moves of the local search, per line and round
-RULE_LINES, REFILL_LINES = 3, 2  # schedules from which search goes on
+RULE_LINES, REFILL_LINES = 3, 3  # schedules from which search goes on
 FUSED_SHARE = 0.4  # of the time, for schedules whose cheaper fused backwards stay whole
 GRID_SHARE = 0.3  # of the time, at most, for the grid of rules
+EXTRA_WARM_UPS = (1, 2, 3, 5)  # Fs added to the warm-up of the paper's V order
 LEADING = 2  # rules tried before anything else
 PATIENCES = (PATIENCE_UNIT - 1, PATIENCE_UNIT // 2, 1, 0)
 
@@ -162,6 +164,10 @@ class Search:
     def _refills(self) -> list[Line]:
         """The generated orders with their Ws placed anew."""
         best: list[tuple[int, str, list[list[int]], int, Listed]] = []
+        if self.costs.placement == v_placement(self.problem.rank_count):
+            for extra in EXTRA_WARM_UPS:
+                orders = self.problem.encode(zb_v(self.costs, self.microbatches, extra))
+                self.generated.append((f"zb-v-order with {extra} more Fs", orders))
         for name, orders in self.generated:
             found = []
             for patience in PATIENCES:

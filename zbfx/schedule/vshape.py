@@ -22,7 +22,7 @@ def require_v(name: str, costs: CostTable) -> None:
         )
 
 
-def zb_v(costs: CostTable, microbatches: int) -> Ranks:
+def zb_v(costs: CostTable, microbatches: int, extra: int = 0) -> Ranks:
     """The paper's order for equal times (section 6): zero bubble at 1F1B's memory.
 
     Rank i warms up with 2(p - i) - 1 Fs of its first stage and i pairs of second-stage and first-stage F; p - i rounds
@@ -32,13 +32,14 @@ def zb_v(costs: CostTable, microbatches: int) -> Ranks:
     require_v("zb-v", costs)
     p = costs.rank_count
     # With fewer microbatches the pattern is cut out of the shortest whole one.
-    whole = max(microbatches, 2 * p - 1)
+    whole = max(microbatches, 2 * p - 1 + extra)
     return tuple(
-        tuple(action for action in _zb_v_rank(p, rank, whole) if action.microbatch < microbatches) for rank in range(p)
+        tuple(action for action in _zb_v_rank(p, rank, whole, extra) if action.microbatch < microbatches)
+        for rank in range(p)
     )
 
 
-def _zb_v_rank(p: int, rank: int, microbatches: int) -> list[Action]:
+def _zb_v_rank(p: int, rank: int, microbatches: int, extra: int) -> list[Action]:
     stages = rank, 2 * p - 1 - rank
     order: list[Action] = []
     done = {(kind, half): 0 for kind in (Kind.F, Kind.B, Kind.W) for half in (0, 1)}
@@ -49,7 +50,7 @@ def _zb_v_rank(p: int, rank: int, microbatches: int) -> list[Action]:
                 order.append(Action(kind, stages[half], done[kind, half]))
                 done[kind, half] += 1
 
-    for _ in range(2 * (p - rank) - 1):
+    for _ in range(2 * (p - rank) - 1 + extra):
         run(0, Kind.F)
     for _ in range(rank):
         run(1, Kind.F)
