@@ -1,4 +1,4 @@
-"""`python -m zbfx`: plan, show and compare schedules from a table of costs; no model and no device needed.
+"""`python -m zbfx`: plan, show and compare schedules from a table of costs, and check the pipeline of a model.
 
 Exit status: 0 done, 2 a mistake in the request (one message on stderr), 130 interrupted, 141 the reader of the output
 went away.
@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from zbfx.cli_check import add_check
 from zbfx.costs_json import read_costs
 from zbfx.errors import ZbfxError
 from zbfx.plan import Schedule
@@ -74,6 +75,7 @@ def parser() -> argparse.ArgumentParser:
     add_problem(comparing)
     comparing.add_argument("--json", action="store_true", help="print the rows as JSON")
     comparing.set_defaults(command=compare_command)
+    add_check(commands)
     return root
 
 

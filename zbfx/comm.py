@@ -5,6 +5,7 @@ Nothing here is global: programs get their transport as an argument.
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
@@ -185,6 +186,17 @@ class Channels:
         values: list[object] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def refused_by_all(self, step: int) -> bool:
+        """Called by a rank that refuses its batch: whether all ranks do, within a few seconds."""
+        key = f"refused {step}"
+        world = dist.get_world_size()
+        deadline = time.monotonic() + FAULT_GRACE.total_seconds()
+        refusals = self.store.add(key, 1)
+        while refusals < world and time.monotonic() < deadline:
+            time.sleep(0.02)
+            refusals = self.store.add(key, 0)
+        return refusals >= world
 
     def fail(self, error: BaseException) -> str:
         """Tell the other ranks why this one fails, or learn why they do, and close all connections: ranks that wait

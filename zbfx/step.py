@@ -156,6 +156,18 @@ class RankStep(Step):
         super().__init__(engine, options)
         self.channels, self.tensors = channels, tensors
         self.fault: str | None = None
+        self.refusals = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        try:
+            return super().__call__(*args, **kwargs)
+        except InputError as error:
+            self.refusals += 1
+            if self.fault is None and not self.channels.refused_by_all(self.refusals):
+                # The other ranks took their batches and wait for this one: they must hear of it.
+                self.engine.runners[0].transport.drop()
+                self.fault = self.channels.fail(error)
+            raise
 
     def build(self, pipe: Pipeline) -> Engine:
         self.channels.open(message_pairs(pipe))

@@ -98,5 +98,5 @@ def refuse_moved_parameters(before: Sequence[Stage], after: Sequence[Stage], pla
         if not set(ranks) <= set(held.get(name, ())):
             raise ZbfxError(
                 f"for these shapes, or in eval mode, rank {ranks[0]} would need {name}, which ranks "
-                f"{held.get(name, ())} hold: the model runs its parts in another order. Compile a pipeline of its own for it"
+                f"{held.get(name, ())} hold: the model runs its parts in another order. Compile a pipeline of its own"
             )

@@ -1,0 +1,63 @@
+"""`python -m zbfx check`: a right pipeline, a wrong target, a model that cannot be compiled."""
+
+from pathlib import Path
+
+import pytest
+
+from zbfx.cli import main
+
+MODEL = """
+import torch
+from torch import nn
+
+def pipeline():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    return {
+        "model": model,
+        "example_inputs": (torch.randn(2, 4),),
+        "example_targets": torch.tensor([0, 2]),
+        "loss_fn": nn.functional.cross_entropy,
+    }
+
+def control_flow():
+    class Branch(nn.Module):
+        def forward(self, x):
+            return x * 2 if x.sum() > 0 else x
+    return {**pipeline(), "model": nn.Sequential(nn.Linear(4, 3), Branch())}
+
+number = 3
+"""
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> str:
+    path = tmp_path / "user_model.py"
+    path.write_text(MODEL)
+    return str(path)
+
+
+def test_a_right_pipeline_is_reported(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{target}:pipeline", "--stages", "2"]) == 0
+    # Two losses and four parameters.
+    assert capsys.readouterr().out == "6 results compared, 6 equal in bits, 0 wrong\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("missing", "has no attribute 'missing'"),
+        ("number", "found int"),
+        ("control_flow", "user_model.py:"),
+    ],
+)
+def test_what_cannot_be_checked_says_why(
+    name: str, words: str, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", f"{target}:{name}"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "nowhere/model.py:pipeline"]) == 2
+    assert "nowhere/model.py:pipeline" in capsys.readouterr().err

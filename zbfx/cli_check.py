@@ -1,0 +1,60 @@
+"""`python -m zbfx check train.py:pipeline`: compile the user's own model and prove its pipeline right."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from zbfx.errors import ZbfxError
+
+EXAMPLE = "a function that returns the arguments of zbfx.compile as a dict, at least its model and example inputs"
+
+
+def add_check(commands: Any) -> None:
+    checking = commands.add_parser(
+        "check", help="compare the gradients of your model's F, B and W with those of its joint graph"
+    )
+    checking.add_argument("target", metavar="FILE.py:FUNCTION", help=f"{EXAMPLE}; or module:function")
+    checking.add_argument("--stages", type=int, help="pipeline ranks (default: what the function says, or 2)")
+    checking.add_argument("--seed", type=int, default=0, help="of the random data (default: 0)")
+    checking.set_defaults(command=check_command)
+
+
+def check_command(options: argparse.Namespace) -> None:
+    """Prints the report; raises `ZbfxError` if a gradient is lost, doubled or different."""
+    import zbfx  # brings torch, which the planning commands do without
+
+    arguments = {"stages": 2, "microbatches": 2, "schedule": "1f1b", **load(options.target)()}
+    if options.stages is not None:
+        arguments["stages"] = options.stages
+    report = zbfx.check(zbfx.compile(**arguments), seed=options.seed)
+    if not report:
+        raise ZbfxError(f"the pipeline is wrong: {report}")
+    print(report)
+
+
+def load(target: str) -> Callable[[], Mapping[str, Any]]:
+    """The function that `FILE.py:FUNCTION` or `module:function` names."""
+    place, _, name = target.rpartition(":")
+    try:
+        function = getattr(load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place), name)
+    except (ImportError, AttributeError, ValueError, FileNotFoundError) as error:
+        raise ZbfxError(f"check takes FILE.py:FUNCTION, {EXAMPLE}; found {target!r}: {error}") from error
+    if not callable(function):
+        raise ZbfxError(f"{target} is {EXAMPLE}; found {type(function).__name__}")
+    return function
+
+
+def load_file(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
