@@ -21,7 +21,7 @@ from zbfx.schedule.listing import Listed
 
 MOST_MOVES_PER_BLOCK = 60
 PATIENCE = 150  # moves without a better schedule before the search returns to the best one
-KICKS = 4  # random swaps after a return
+KICKS = (2, 4, 8, 16)  # random swaps after a return
 
 Links = list[tuple[tuple[int, int], ...]]  # per code: (other code, lag)
 
@@ -301,7 +301,7 @@ class LocalSearch:
         state = self._evaluate([list(order) for order in best.orders])
         assert state is not None
         m = self.problem.microbatches
-        for _ in range(KICKS):
+        for _ in range(self.random.choice(KICKS)):
             rank = self.random.randrange(len(state.orders))
             order = state.orders[rank]
             if len(order) < 3:
