@@ -56,13 +56,23 @@ def stage_cost(stage: Stage, hardware: Hardware) -> StageCost:
     def phase_s(kind: Kind) -> float:
         return sum(node_s(node, hardware) for node in stage.phases[kind].module.graph.nodes)
 
+    weight_saved_bytes = stage.stored_bytes(stage.phases[Kind.W].values)
     return StageCost(
         forward_s=phase_s(Kind.F),
         backward_input_s=phase_s(Kind.B),
         backward_weight_s=phase_s(Kind.W),
-        saved_bytes=stage.stored_bytes(stage.saved),
-        weight_saved_bytes=stage.stored_bytes(stage.phases[Kind.W].values),
+        # B needs room for what it leaves to W: where that is more than B frees, it counts from F on.
+        saved_bytes=max(stage.stored_bytes(stage.saved), weight_saved_bytes),
+        weight_saved_bytes=weight_saved_bytes,
+        static_bytes=static_bytes(stage),
     )
+
+
+def static_bytes(stage: Stage) -> int:
+    """Bytes of the stage's parameters and of the gradients that it accumulates."""
+    parameters = {name: t for phase in stage.phases.values() for name, t in phase.parameters.items()}
+    trained = {name for phase in stage.phases.values() for name in phase.gradients}
+    return sum(t.numel() * t.element_size() * (2 if name in trained else 1) for name, t in parameters.items())
 
 
 def edges(stages: Sequence[Stage], hardware: Hardware) -> tuple[Edge, ...]:

@@ -69,8 +69,8 @@ def compile(
     loss_reduction   "mean" or "sum" of the microbatches' losses, where they come without a count
     schedule         a name of `zbfx.schedule.names()`, a Schedule, an order of actions per rank, or a function
                      `(costs, microbatches) -> orders`
-    mem_limit        what a rank may hold, in the bytes of the cost table: one number, one per rank, or a multiple like
-                     "2x" of the activations that 1F1B holds; None: no limit
+    mem_limit        what a rank may hold of parameters, gradients and activations: bytes, text like "24GiB", one number
+                     per rank, or a multiple like "2x" of the activations that 1F1B holds; None: no limit
     costs            "estimate" (closed form), "measure" (times the phases on `device`, takes seconds), or a CostTable
     cuts             names of the submodules that begin the second stage, the third, ...; None: balanced cuts, found
     stages_per_rank  2 or more for interleaved stages; V schedules have 2

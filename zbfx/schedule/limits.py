@@ -10,6 +10,8 @@ from zbfx.errors import NoFeasibleSchedule, ZbfxError
 from zbfx.plan import CostTable, Number
 from zbfx.schedule.exact import exact
 
+UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
 MemLimit = Number | str | Sequence[Number] | None
 
 
@@ -39,15 +41,17 @@ def limit_per_rank(costs: CostTable, mem_limit: MemLimit) -> tuple[Number, ...] 
 
 
 def limit_from_text(costs: CostTable, text: str) -> tuple[Number, ...]:
-    """A multiple of what 1F1B's activations need, like "2x", or a number of bytes."""
+    """A multiple of what 1F1B's activations need, like "2x", or a number of bytes, like "24GiB"."""
     number = text.strip().lower()
     try:
         if not number.endswith("x"):
-            return (Fraction(number),) * costs.rank_count
+            unit = next((unit for unit in UNITS if number.endswith(unit)), "")
+            return (Fraction(number.removesuffix(unit)) * UNITS.get(unit, 1),) * costs.rank_count
         allowed = Fraction(number[:-1]) * one_x(costs)
     except (ValueError, ZeroDivisionError) as error:
         raise ZbfxError(
-            f'a memory limit is a number of bytes, a multiple like "2x", or one number per rank; found {text!r}'
+            f'a memory limit is a number of bytes, also like "24GiB", a multiple like "2x", or one number per rank; '
+            f"found {text!r}"
         ) from error
     return tuple(allowed + static_bytes(costs, rank) for rank in range(costs.rank_count))
 
