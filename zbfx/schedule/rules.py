@@ -25,7 +25,7 @@ def first_rules(
     linear = p == problem.stage_count
     shapes = _linear_shapes(problem, limits, warm_up) if linear else _folded_shapes(problem, limits)
     turns = (LATER,) if linear else (LATER, FEWEST)
-    leading = product(FLAGS[:1], PATIENCES[:2], turns[:1], shapes[:1])
+    leading = product(FLAGS[:2], PATIENCES[:2], turns[:1], shapes[:1])
     for (alternate, recycle), patience, turn, (hold, cap) in chain(leading, product(FLAGS, PATIENCES, turns, shapes)):
         yield Rule(hold, cap, (patience,) * p, (alternate,) * p, (recycle,) * p, (turn,) * p)
 

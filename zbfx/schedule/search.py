@@ -26,7 +26,7 @@ RULE_LINES, REFILL_LINES = 3, 3  # schedules from which search goes on
 FUSED_SHARE = 0.4  # of the time, for schedules whose cheaper fused backwards stay whole
 GRID_SHARE = 0.3  # of the time, at most, for the grid of rules
 EXTRA_WARM_UPS = (1, 2, 3, 5)  # Fs added to the warm-up of the paper's V order
-LEADING = 2  # rules tried before anything else
+LEADING = 4  # rules tried before anything else
 PATIENCES = (PATIENCE_UNIT - 1, PATIENCE_UNIT // 2, 1, 0)
 
 
