@@ -24,7 +24,7 @@ from zbfx.schedule.vshape import v_placement, zb_v
 FIRST_STEPS, STEPS_GROWTH = 40, 1.5  # list schedules, and moves of the local search, per line and round
 RULE_LINES, REFILL_LINES = 3, 3  # schedules from which search goes on
 FUSED_SHARE = 0.4  # of the time, for schedules whose cheaper fused backwards stay whole
-GRID_SHARE = 0.3  # of the time, at most, for the grid of rules
+GRID_SHARE = 0.2  # of the time, at most, for the grid of rules
 EXTRA_WARM_UPS = (1, 2, 3, 5)  # Fs added to the warm-up of the paper's V order
 LEADING = 4  # rules tried before anything else
 PATIENCES = (PATIENCE_UNIT - 1, PATIENCE_UNIT // 2, 1, 0)
@@ -143,7 +143,7 @@ class Search:
                     self.offer(line.best, line.how)
             if self.cost < before:
                 self.raise_bound()
-            lines = sorted(lines, key=lambda line: line.cost)[: max(2, len(lines) - 1)]
+            lines = sorted(lines, key=lambda line: line.cost)[: max(2, len(lines) // 2)]
             steps = int(steps * STEPS_GROWTH)
 
     def one_by_one(self) -> list[list[int]]:
