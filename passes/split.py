@@ -15,7 +15,7 @@ from collections import defaultdict
 from torch import fx
 
 from zbfx.graphs import Placed, Role, Split
-from zbfx.passes.nodes import flop_formula, storage_owner, value_bytes
+from zbfx.passes.nodes import flop_formula, is_view, storage_owner, value_bytes
 from zbfx.plan import Kind
 
 
@@ -39,6 +39,38 @@ def split(placed: Placed) -> Split:
         for term in (node for node in nodes if node in terms and phase_of[node] is Kind.W):
             settle_in_b(term, nodes, phase_of)
     return Split(placed, phase_of)
+
+
+def unsplit_notes(split: Split) -> list[str]:
+    """A line for each op that computes gradients of both kinds at once, and so runs whole in B."""
+    placed = split.placed
+    terms = {
+        v for v, p in zip(placed.joint.output_values, placed.joint.outputs, strict=True) if p.role is Role.GRADIENT
+    }
+    found: dict[str, list[fx.Node]] = defaultdict(list)
+    for node, kind in split.phase_of.items():
+        parts = [user for user in node.users if user.target is operator.getitem]
+        if kind is Kind.B and len(parts) > 1 and node in placed.line.gradients:
+            ends = [is_view_of_term(part, terms) for part in parts if part.users]
+            if any(ends) and not all(ends):
+                found[str(node.target)].append(node)
+    notes = []
+    for target, nodes in found.items():
+        stages = ", ".join(map(str, sorted({placed.stage_of[node] for node in nodes})))
+        place = nodes[0].meta.get("stack_trace") or "an unknown line"
+        notes.append(
+            f"not split: {target} computes gradients of inputs and parameters at once and runs whole in B "
+            f"({len(nodes)} in stages {stages}; {nodes[0].name} at {place})"
+        )
+    return notes
+
+
+def is_view_of_term(node: fx.Node, terms: set[fx.Node]) -> bool:
+    """Whether the node's value, or its only use, a view, is one of `terms`."""
+    user = next(iter(node.users), None)
+    return node in terms or (
+        len(node.users) == 1 and user is not None and is_view(user) and is_view_of_term(user, terms)
+    )
 
 
 def ancestors(nodes: list[fx.Node], targets: set[fx.Node]) -> set[fx.Node]:

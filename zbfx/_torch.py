@@ -6,6 +6,7 @@ FakeTensorMode                      2.11.0, 2.13.0   tensors with shape, dtype a
 DataDependentOutputException, ...   2.11.0, 2.13.0   what fake tensors raise where Python needs a value
 torch.utils._pytree                 2.11.0, 2.13.0   nested inputs to flat leaves with key paths
 _saved_tensors_hooks_set_tracing    2.13.0           whether saved-tensor hooks rest while tracing
+FunctionalTensor                    2.11.0, 2.13.0   tensors whose in-place writes leave what is under them alone
 torch.compiler flags                2.11.0, 2.13.0   what `torch.compiler.is_exporting()` answers
 """
 
@@ -34,6 +35,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
@@ -54,6 +56,7 @@ __all__ = [
     "PlainAOTOutput",
     "TangentAOTInput",
     "capture_joint",
+    "functional",
     "group_store",
     "has_gradient_hooks",
     "pytree",
@@ -79,6 +82,11 @@ def exporting() -> Iterator[None]:
 def enable_saved_tensor_hooks(*_: object) -> None:
     """The tracer switches saved-tensor hooks off until it ends; checkpointing inside the model is made of them."""
     _saved_tensors_hooks_set_tracing(False)
+
+
+def functional(tensor: Tensor) -> Tensor:
+    """The tensor for code under the tracer: writes into it are values of the graph, and do not reach the tensor."""
+    return FunctionalTensor.to_functional(tensor)
 
 
 def capture_joint(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphModule:

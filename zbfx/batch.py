@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -55,7 +57,7 @@ class Signature:
                 0 if leaf.ndim and leaf.shape[0] == sizes[0] else None,
             )
             if isinstance(leaf, Tensor)
-            else Constant(path_name(path, len(inputs)), leaf)
+            else Constant(path_name(path, len(inputs)), snapshot(leaf))
             for path, leaf in named
         )
         return cls(structure, leaves, len(inputs))
@@ -156,8 +158,36 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return stride if extent == tensor.numel() else tuple(torch.empty(shape, device="meta").stride())
 
 
+def snapshot(value: Any) -> Any:
+    """A copy that stays what it is if the caller changes the object; the object itself where none can be told apart."""
+    try:
+        copied = copy.deepcopy(value)
+    except Exception:
+        return value
+    return copied if same_value(copied, value) else value
+
+
 def same_value(left: Any, right: Any) -> bool:
-    return left is right or bool(left == right)
+    """Whether two arguments that are no tensors mean the same: equal, or of one type with equal attributes."""
+    if left is right:
+        return True
+    if isinstance(left, Tensor):
+        return isinstance(right, Tensor) and left.shape == right.shape and torch.equal(left, right)
+    if type(left) is not type(right) or isinstance(left, FunctionType | MethodType | type | torch.nn.Module):
+        return bool(left == right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same_value(value, right[key]) for key, value in left.items())
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same_value, left, right))
+    if "__eq__" not in dir_of(left) and hasattr(left, "__dict__"):
+        return same_value(vars(left), vars(right))
+    equal = left == right
+    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
+
+
+def dir_of(value: Any) -> set[str]:
+    """What the classes of a value define, `object` aside."""
+    return {name for owner in type(value).__mro__[:-1] for name in vars(owner)}
 
 
 def path_name(path: Sequence[Any], input_count: int) -> str:

@@ -21,12 +21,13 @@ from zbfx.codegen import Program, generate
 from zbfx.engine import local_engine, message_pairs, rank_engine
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Joint, Stage
+from zbfx.guard import Guard
 from zbfx.loss import Reduction, separate_count
 from zbfx.messages import SharedGradient, parameter_holders, shared_gradients
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.extract import extract
 from zbfx.passes.partition import partition
-from zbfx.passes.split import split
+from zbfx.passes.split import split, unsplit_notes
 from zbfx.plan import CostTable, Schedule
 from zbfx.run import Tensors
 from zbfx.schedule import plan
@@ -96,12 +97,27 @@ def compile(
     joint = canonicalize(raw)
     node_s = measure.node_timer(costs, joint, hardware, device)
     placed = partition(joint, len(placement), seconds=node_s, bytes_per_s=hardware.link_bytes_per_s, cuts=cuts)
-    stage_graphs = extract(split(placed))
+    divided = split(placed)
+    stage_graphs = extract(divided)
     table = measure.cost_table(costs, stage_graphs, placement, hardware, device, phase_compiler(backend))
     best = measure.from_first_rank(plan(table, microbatches, schedule=schedule, mem_limit=mem_limit))
+    best = replace(best, notes=tuple(dict.fromkeys((*best.notes, *unsplit_notes(divided)))))
     programs = generate(stage_graphs, best)
+    guard = Guard.of(model, loss_fn)
     return Pipeline(
-        model, loss_fn, signature, examples, reduction, raw, stage_graphs, best, programs, device, backend, mem_limit
+        model,
+        loss_fn,
+        guard,
+        signature,
+        examples,
+        reduction,
+        raw,
+        stage_graphs,
+        best,
+        programs,
+        device,
+        backend,
+        mem_limit,
     )
 
 
@@ -148,6 +164,7 @@ class Pipeline:
 
     model: nn.Module
     loss_fn: Callable[..., Tensor] | None
+    guard: Guard
     signature: Signature
     examples: tuple[Tensor, ...]  # the tensors of the example microbatch
     reduction: Reduction

@@ -67,6 +67,7 @@ class Step:
         return iter(self.engine.parameters.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.check_flags()
         engine = self.engine_for(args, kwargs, self.microbatches, evaluation=False)
         return self.train(engine, engine.pipe.signature.split(args, kwargs, self.microbatches))
 
@@ -74,8 +75,13 @@ class Step:
         """One step from microbatches that are cut already: (positional, keyword) arguments of each."""
         if len(batches) != self.microbatches:
             raise InputError(f"expected {self.microbatches} microbatches, found {len(batches)}")
+        self.check_flags()
         signature = self.engine.pipe.signature
         return self.train(self.engine, [signature.split(args, kwargs, 1)[0] for args, kwargs in batches])
+
+    def check_flags(self) -> None:
+        pipe = self.engine.pipe
+        pipe.guard.check(pipe.model, pipe.loss_fn)
 
     def train(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         """The graphs hold their gradients and casts: neither autograd nor an autocast around the step adds any."""

@@ -35,16 +35,44 @@ class Objective(nn.Module):
         self.model, self.loss_fn, self.signature = model, loss_fn, signature
         self.lines = UserLines(model)
 
-    def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+        buffers = dict(self.named_buffers(remove_duplicate=False))
+        loss, *count = self.losses(tensors)
+        for name, buffer in buffers.items():
+            keep_replaced(name, buffer, self.get_buffer(name))
+        loss.register_hook(self.keep_buffers)
+        return (loss, *count) if count else loss
+
+    def losses(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         args, kwargs = self.signature.unflatten(tensors)
         with self.lines:
             output = self.model(*args[: self.signature.input_count], **kwargs)
             if self.loss_fn is None:
-                return checked_loss(model_loss(output), "the model")
+                return (checked_loss(model_loss(output), "the model"),)
             loss = self.loss_fn(output, *args[self.signature.input_count :])
             if not isinstance(loss, tuple):
-                return checked_loss(loss, "loss_fn")
+                return (checked_loss(loss, "loss_fn"),)
             return checked_loss(loss[0], "loss_fn"), checked_count(loss)
+
+    def keep_buffers(self, _: Tensor) -> None:
+        """As the backward begins: recomputing reads buffers as the forward found them, and its writes go nowhere."""
+        for module in self.modules():
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                module._buffers[name] = _torch.functional(buffer)
+
+
+def keep_replaced(name: str, before: Tensor, after: Tensor | None) -> None:
+    """A buffer that the model replaces (`self.count = self.count + 1`) is written like one changed in place."""
+    if after is before:
+        return
+    if after is None or after.shape != before.shape or after.dtype != before.dtype:
+        found = "nothing" if after is None else f"{after.dtype} of shape {tuple(after.shape)}"
+        raise TraceError(
+            f"the model replaces {name.removeprefix(MODEL_PREFIX)}, {before.dtype} of shape {tuple(before.shape)}, by "
+            f"{found}: one graph cannot hold both. Keep shape and dtype, or keep the value out of the model"
+        )
+    with torch.no_grad():
+        before.copy_(after.detach())
 
 
 def model_loss(output: Any) -> Any:
@@ -66,7 +94,8 @@ def checked_loss(loss: Any, source: str) -> Tensor:
     if not loss.requires_grad:
         raise TraceError(
             f"the loss that {source} returns does not require grad: no trainable parameter reaches it. "
-            f"Check requires_grad of the parameters, and that nothing detaches the loss or runs under torch.no_grad()"
+            f"Check requires_grad of the parameters, and that nothing detaches the loss or runs under torch.no_grad(). "
+            f"A loss that computes its own gradient returns it from the backward of a torch.autograd.Function"
         )
     return loss.reshape(()) if loss.ndim else loss
 
@@ -101,6 +130,11 @@ class UserLines(TorchFunctionMode):
         if frame is not None:
             line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             fx.traceback.set_stack_trace([f"{line} in {self.modules[-1]}" if self.modules[-1] else line])
+            if func is Tensor.backward:
+                raise TraceError(
+                    f"the model or its loss runs a backward of its own (Tensor.backward) at {line}: its gradients "
+                    f"would be lost. Return the loss, or give its gradient in the backward of a torch.autograd.Function"
+                )
         return func(*args, **(kwargs or {}))
 
 
@@ -120,6 +154,10 @@ def trace(
     to decide what to run, or has no loss to differentiate: the message names the user's line.
     """
     signature = Signature.of(example_inputs, example_kwargs, example_targets)
+    for spec, example in zip(
+        signature.tensors, signature.flatten((*example_inputs, *example_targets), example_kwargs), strict=True
+    ):
+        refuse_subclass(spec.name, example)
     fake_mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
     with fake_mode:
         inputs = [
@@ -141,7 +179,8 @@ def trace(
         ) from error
     except Exception as error:
         raise TraceError(
-            f"the model cannot be traced: {type(error).__name__}: {error}, at {user_line(error)}"
+            f"the model cannot be traced: {type(error).__name__}: {error}, at {user_line(error)}. Change that line, or "
+            f"make it an operator of its own (torch.library.custom_op with register_fake and register_autograd)"
         ) from error
     return as_joint(module, signature, canonical_names(model, loss_fn)), signature
 
@@ -151,10 +190,21 @@ def named_tensors(model: nn.Module, loss_fn: Any) -> dict[str, Tensor]:
     named = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
+        **{name: tensor for _, _, name, tensor in plain_tensors(model)},
     }
     if isinstance(loss_fn, nn.Module):
         named |= {LOSS_PREFIX + name: tensor for name, tensor in named_tensors(loss_fn, None).items()}
     return named
+
+
+def plain_tensors(model: nn.Module) -> list[tuple[nn.Module, str, str, Tensor]]:
+    """Tensors that modules hold as plain attributes: module, attribute, qualified name and tensor."""
+    return [
+        (module, attribute, f"{prefix}.{attribute}" if prefix else attribute, value)
+        for prefix, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, Tensor)
+    ]
 
 
 def canonical_names(model: nn.Module, loss_fn: Any) -> dict[str, str]:
@@ -172,13 +222,33 @@ def fake_like(tensor: Tensor, fake_mode: Any, device: torch.device) -> Tensor:
     return fake
 
 
+def refuse_subclass(name: str, tensor: Any) -> None:
+    """A tensor made of other tensors, like DTensor, is not one value that a stage can hold or send."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        raise TraceError(
+            f"{name} is a {type(tensor).__name__}, a tensor made of other tensors; expected a plain torch.Tensor. "
+            f"Give the pipeline plain tensors (for a DTensor, `.to_local()` or `.full_tensor()`), and shard around it"
+        )
+
+
 def fake_copies(model: nn.Module, loss_fn: Any, fake_mode: Any, device: torch.device) -> tuple[nn.Module, Any]:
-    """Copies of model and loss whose parameters and buffers are fake: tensors that were one stay one."""
-    modules = nn.ModuleList(m for m in (model, loss_fn) if isinstance(m, nn.Module))
-    memo: dict[int, Any] = {id(t): fake_like(t, fake_mode, device) for t in (*modules.parameters(), *modules.buffers())}
+    """Copies of model and loss whose parameters and buffers are fake: tensors that were one stay one.
+
+    In the copies, tensors that are plain attributes are buffers, so that the pipeline reads and writes the live ones.
+    """
+    memo: dict[int, Any] = {}
+    for name, tensor in named_tensors(model, loss_fn).items():
+        refuse_subclass(name, tensor)
+        if id(tensor) not in memo:
+            memo[id(tensor)] = fake_like(tensor, fake_mode, device)
     try:
         fake_model = copy.deepcopy(model, memo)
-        return fake_model, copy.deepcopy(loss_fn, memo) if isinstance(loss_fn, nn.Module) else loss_fn
+        fake_loss_fn = copy.deepcopy(loss_fn, memo) if isinstance(loss_fn, nn.Module) else loss_fn
+        for copied in (fake_model, fake_loss_fn):
+            for module, attribute, _, tensor in plain_tensors(copied) if isinstance(copied, nn.Module) else ():
+                delattr(module, attribute)
+                module.register_buffer(attribute, tensor, persistent=False)
+        return fake_model, fake_loss_fn
     except Exception as error:
         raise TraceError(
             f"tracing works on a copy, so that the model stays untouched, and copy.deepcopy of it failed: "
@@ -187,8 +257,10 @@ def fake_copies(model: nn.Module, loss_fn: Any, fake_mode: Any, device: torch.de
 
 
 def user_line(error: BaseException) -> str:
-    """File, line and text of the innermost frame that is neither torch's nor ours."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(LIBRARY_FOLDERS)]
+    """File, line and text of the innermost frame that is neither torch's nor ours; else of the layer of torch."""
+    stack = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in stack if not frame.filename.startswith(LIBRARY_FOLDERS)]
+    frames = frames or [f for f in stack if "/nn/modules/" in f.filename and not f.filename.endswith("/module.py")]
     return f"{frames[-1].filename}:{frames[-1].lineno} `{frames[-1].line}`" if frames else "an unknown line"
 
 
