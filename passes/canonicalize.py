@@ -6,6 +6,8 @@
 4. A fused backward node that computes an expensive gradient of both kinds becomes two nodes.
 5. Every output is computed: one that is an input gets a clone. Nothing is computed that no output needs.
 6. Every node has a fake value; checks of values, which have no result, have None.
+7. What only holds for the strides that the tracer believed in holds for any: some operators (batch norm, the backward
+   of a mean squared error) give other strides than their fake version says.
 
 A collective inside the model is refused: a stage runs on one rank, so that the others would never join it.
 """
@@ -29,6 +31,13 @@ aten = torch.ops.aten
 # weight gradient is a cheap sum, and keeping it for W would hold two activations until then.
 MASKED_BACKWARD = {aten.convolution_backward.default: 10}
 
+# Ops that read these arguments as if they were dense, without looking at their strides: others give wrong numbers.
+READ_AS_DENSE = {
+    aten.native_group_norm.default: (0,),
+    aten.native_group_norm_backward.default: (0, 1),
+    aten.as_strided.default: (0,),
+}
+
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
 
 
@@ -44,6 +53,7 @@ def canonicalize(joint: Joint) -> Joint:
     clone_written_buffers(joint)
     joint = separate_contributions(joint)
     split_masked_backwards(graph)
+    allow_any_strides(graph)
     graph.eliminate_dead_code()
     graph.lint()
     return joint
@@ -142,3 +152,29 @@ def split_masked_backwards(graph: fx.Graph) -> None:
                 if user.target is operator.getitem and user.args[1] in kept:
                     user.update_arg(0, part)
         graph.erase_node(node)
+
+
+def allow_any_strides(graph: fx.Graph) -> None:
+    """A view becomes a reshape, which is a view where it can be; ops that need dense arguments get them."""
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        node.target = aten.reshape.default
+    for target, positions in READ_AS_DENSE.items():
+        for node in graph.find_nodes(op="call_function", target=target):
+            for position in positions:
+                make_dense(node, position)
+
+
+def make_dense(node: fx.Node, position: int) -> None:
+    """Give `node` an argument of the layout that the tracer believed it to have, if that is a dense one."""
+    source = node.args[position]
+    assert isinstance(source, fx.Node)
+    fake = source.meta["val"]
+    formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+    ranks = (None, 4, 5)
+    for layout, rank in zip(formats, ranks, strict=True):
+        if rank in (None, fake.ndim) and fake.is_contiguous(memory_format=layout) and source.op == "call_function":
+            with node.graph.inserting_before(node):
+                dense = node.graph.call_function(aten.contiguous.default, (source,), {"memory_format": layout})
+            dense.meta = dict(source.meta)
+            node.update_arg(position, dense)
+            return

@@ -105,8 +105,15 @@ def build(split: Split, key: Key, content: Content, results: set[fx.Node]) -> Ph
     roles = joint.input_ports()
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in (*content.placeholders, *content.values):
-        copies[node] = placeholder(graph, roles[node].name if node in roles else node.name)
+    for node in content.placeholders:
+        copies[node] = placeholder(graph, roles[node].name)
+        copies[node].meta = dict(node.meta)
+    written = [(value, port.name) for value, port in content.outputs if port.role is Role.BUFFER_UPDATE]
+    buffers = {roles[node].name: copies[node] for node in content.placeholders if roles[node].role is Role.BUFFER}
+    unread = [name for _, name in written if name not in buffers]
+    buffers |= {name: placeholder(graph, name) for name in unread}
+    for node in content.values:
+        copies[node] = placeholder(graph, node.name)
         copies[node].meta = dict(node.meta)
     gradients = [(value, port.name) for value, port in content.outputs if port.role is Role.GRADIENT]
     accumulators: dict[str, fx.Node] = {}
@@ -114,9 +121,6 @@ def build(split: Split, key: Key, content: Content, results: set[fx.Node]) -> Ph
         if name not in accumulators:
             accumulators[name] = placeholder(graph, f"grad_{name}")
             accumulators[name].meta["val"] = value.meta["val"]
-    written = [(value, port.name) for value, port in content.outputs if port.role is Role.BUFFER_UPDATE]
-    buffers = {roles[node].name: copies[node] for node in content.placeholders if roles[node].role is Role.BUFFER}
-    buffers |= {name: placeholder(graph, name) for _, name in written if name not in buffers}
     random = any(is_random(node) for node in content.nodes)
     seed = graph.placeholder("seed") if random else None
     for node in content.nodes:
@@ -135,14 +139,11 @@ def build(split: Split, key: Key, content: Content, results: set[fx.Node]) -> Ph
     loss = [copies[value] for value, port in content.outputs if port.role is Role.LOSS]
     ordered = [node for node in content.nodes if node in results]
     graph.output((*(copies[node] for node in ordered), *loss))
-    extra = [
-        Port(Role.BUFFER, name) for _, name in written if name not in {roles[n].name for n in content.placeholders}
-    ]
     return Phase(
         stage=stage,
         kind=kind,
         module=fx.GraphModule(torch.nn.Module(), accumulate_in_products(graph), f"{kind}{stage}"),
-        ports=(*(roles[node] for node in content.placeholders), *extra),
+        ports=(*(roles[node] for node in content.placeholders), *(Port(Role.BUFFER, name) for name in unread)),
         values=tuple(node.name for node in content.values),
         gradients=tuple(accumulators),
         updates=tuple(name for _, name in written),

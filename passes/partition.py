@@ -41,7 +41,7 @@ def partition(
     if cuts is None:
         starts = balanced_cuts(joint, line, stage_count, seconds, bytes_per_s)
     else:
-        starts = named_cuts(line, cuts, stage_count)
+        starts = named_cuts(joint, line, cuts, stage_count)
     joint = recompute_within_stages(joint, line, stages_from(line, starts))
     line = line_up(joint)
     return Placed(joint, line, stages_from(line, starts), stage_count)
@@ -100,7 +100,7 @@ def names_read(node: fx.Node, line: Line, ports: Mapping[fx.Node, Port]) -> set[
     return found
 
 
-def named_cuts(line: Line, cuts: Sequence[str], stage_count: int) -> list[int]:
+def named_cuts(joint: Joint, line: Line, cuts: Sequence[str], stage_count: int) -> list[int]:
     """The position of the first node of each named submodule."""
     if len(cuts) != stage_count - 1:
         raise ZbfxError(f"{stage_count} stages have {stage_count - 1} cuts; found {len(cuts)}: {list(cuts)}")
@@ -116,6 +116,14 @@ def named_cuts(line: Line, cuts: Sequence[str], stage_count: int) -> list[int]:
         raise ZbfxError(
             f"cuts name submodules in the order in which they run, none of them the first; found {list(cuts)}"
         )
+    forbidden = glued(joint, line)
+    for name, start in zip(cuts, starts, strict=True):
+        if forbidden[start]:
+            raise ZbfxError(
+                f"cuts fall where nothing is torn apart; {name!r} begins between the first read of a buffer and its "
+                f"last write in a microbatch, at {line.forward[start].meta.get('stack_trace')}: the module that "
+                f"updates the buffer is used on both sides. Cut before its first use or after its last"
+            )
     return starts
 
 

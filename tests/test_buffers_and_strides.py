@@ -1,0 +1,115 @@
+"""Buffers that a stage writes, and operators whose results have other strides than the tracer believes.
+
+Run: pytest tests/test_buffers_and_strides.py (CPU, one process).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.models import Problem, mean_squares, numbers, squares
+from tests.reference import assert_same, compiled, default_dtype, reference, stepped
+from zbfx.errors import ZbfxError
+
+TOLERANCE = 1e-12
+
+
+@pytest.fixture(autouse=True)
+def double_precision() -> Iterator[None]:
+    torch.manual_seed(0)
+    with default_dtype(torch.float64):
+        yield
+
+
+class Remembering(nn.Module):
+    """Writes what it saw last into a buffer that it never reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last: Tensor
+        self.register_buffer("last", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.before(x))
+        result = torch.tanh(self.after(hidden))
+        self.last.copy_(result.detach().mean(0))
+        return result * hidden
+
+
+class NormedTwice(nn.Module):
+    """One batch norm at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.norm(self.second(self.norm(self.first(x)))))
+
+
+def agree(problem: Problem, stages: int, cuts: Sequence[str] | None = None) -> None:
+    """Gradients, loss and buffers of two microbatches."""
+    eager = copy.deepcopy(problem.model)
+    expected = reference(problem, 2, eager)
+    assert_same(stepped(problem, compiled(problem, stages, 2, cuts=cuts)), expected, TOLERANCE)
+    buffers = dict(problem.model.named_buffers())
+    assert all(torch.allclose(buffers[name], wanted) for name, wanted in eager.named_buffers())
+
+
+def test_buffer_written_and_never_read_on_a_stage_that_receives() -> None:
+    agree(Problem(Remembering(), squares, (numbers(4, 4),)), 2, cuts=["after"])
+
+
+def test_balanced_cuts_keep_all_uses_of_a_batch_norm_together() -> None:
+    agree(Problem(NormedTwice(), squares, (numbers(8, 4),)), 2)
+
+
+def test_cut_between_two_uses_of_a_batch_norm_is_refused() -> None:
+    problem = Problem(NormedTwice(), squares, (numbers(8, 4),))
+    with pytest.raises(
+        ZbfxError, match="'second' begins between the first read of a buffer and its last write"
+    ) as found:
+        compiled(problem, 2, 2, cuts=["second"])
+    assert "test_buffers_and_strides.py" in str(found.value)
+    assert "Cut before its first use or after its last" in str(found.value)
+    agree(problem, 2, cuts=["third"])
+
+
+class GroupNormOfTransposed(nn.Module):
+    """Its group norm gets a gradient from a mean squared error of values in another order than the targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.GroupNorm(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x).transpose(1, 2)).transpose(1, 2) * x
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_group_norm_with_a_gradient_of_other_strides(stages: int) -> None:
+    agree(Problem(GroupNormOfTransposed(), mean_squares, (numbers(4, 3, 4),), (numbers(4, 3, 4, seed=2),)), stages)
+
+
+class ViewOfNormed(nn.Module):
+    """A linear layer, which views its input as a matrix, of what a batch norm gave a transposed input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear, self.last = nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.last(self.linear(self.norm(x.transpose(1, 2)).transpose(1, 2) + x)))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_view_of_a_value_of_other_strides(stages: int) -> None:
+    agree(Problem(ViewOfNormed(), mean_squares, (numbers(4, 3, 4),), (numbers(4, 3, 4, seed=2),)), stages)
