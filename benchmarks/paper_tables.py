@@ -121,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true", help="one JSON object per row")
     parser.add_argument(
-        "--budget", type=float, default=5.0, metavar="SECONDS", help="per searched schedule (default: 5)"
+        "--budget", type=float, default=60.0, metavar="SECONDS", help="per searched schedule (default: 60)"
     )
     parser.add_argument("--tables", nargs="+", choices=("paper", "between", "v"), default=["paper", "between", "v"])
     options = parser.parse_args()

@@ -19,7 +19,8 @@ from zbfx.schedule.registry import GENERATORS, SEARCHED, Generator, names
 from zbfx.schedule.search import Search
 from zbfx.schedule.solver import solvers
 
-FOLDED_SHARE = 0.1  # of the time for integer programs where ranks have several stages
+# Integer programs get their share of the time up to so many actions, and this share above: they help little there.
+SMALL_ACTIONS, LARGE_SHARE = 1000, 0.1
 
 Request = str | Generator | Schedule | Sequence[Sequence[Action] | str]
 
@@ -122,9 +123,8 @@ def _search(
     wanted.require_placement(name, costs)
     limits = _tighter(limit_per_rank(costs, mem_limit), limit_per_rank(costs, wanted.mem_limit))
     require_feasible(costs, limits)
-    # Several stages a rank make programs too large to help within seconds.
-    linear = len(costs.stages) == costs.rank_count
-    program_s = (wanted.program_share if linear or name == "ilp" else FOLDED_SHARE) * budget_s if solvers() else 0.0
+    small = 3 * len(costs.stages) * microbatches <= SMALL_ACTIONS
+    program_s = (wanted.program_share if small or name == "ilp" else LARGE_SHARE) * budget_s if solvers() else 0.0
     search = Search(costs, microbatches, limits, seed, deadline_s - program_s)
     search.lead()
     compared = []

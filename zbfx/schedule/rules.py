@@ -26,7 +26,9 @@ def first_rules(
     shapes = _linear_shapes(problem, limits, warm_up) if linear else _folded_shapes(problem, limits)
     turns = (LATER,) if linear else (LATER, FEWEST)
     leading = product(FLAGS[:2], PATIENCES[:2], turns[:1], shapes[:1])
-    for (alternate, recycle), patience, turn, (hold, cap) in chain(leading, product(FLAGS, PATIENCES, turns, shapes)):
+    best_shape = product(FLAGS, PATIENCES, turns, shapes[:1])
+    grid = chain(leading, best_shape, product(FLAGS, PATIENCES, turns, shapes[1:]))
+    for (alternate, recycle), patience, turn, (hold, cap) in grid:
         yield Rule(hold, cap, (patience,) * p, (alternate,) * p, (recycle,) * p, (turn,) * p)
 
 
@@ -59,6 +61,8 @@ def _linear_shapes(
     holds += [narrow, wide]
     caps += [
         wide,
+        bounded([ceil(1.2 * (p - i)) for i in range(p)]),  # leaves the last stages less than memory allows
+        bounded([most[0] - i for i in range(p)]),
         bounded([p - i + 1 for i in range(p)]),
         narrow,
         bounded([2 * (p - i) for i in range(p)]),
