@@ -1,0 +1,80 @@
+"""Random models under random cuts, placements and schedules: gradients are those of plain autograd.
+
+Run: pytest tests/test_properties.py (CPU, one process, about two minutes). `benchmarks/fuzz_models.py` runs thousands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, note, settings
+from hypothesis import strategies as st
+
+from benchmarks.fuzz_models import SHAPES, Results, differences, draw, run
+from benchmarks.random_models import BINARY, LAYERS, SPECIAL, UNARY, WEIGHTED
+
+GRAPHS = {"linear": 180, "looped": 70, "v": 70}
+
+
+def agrees(random: Random, shape: str) -> None:
+    fuzzed = draw(random, shape)
+    note(str(fuzzed))
+    outcome = run(fuzzed)
+    assume(outcome is not None)
+    assert outcome is not None
+    assert outcome.refusal is None
+    assert outcome.wrong is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_equal_autograd(shape: str) -> None:
+    """Every gradient, the loss and every buffer, within 1e-10; a parameter without gradient has none."""
+
+    @settings(
+        max_examples=GRAPHS[shape],
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(random=st.randoms(use_true_random=False))
+    def every_graph(random: Random) -> None:
+        agrees(random, shape)
+
+    every_graph()
+
+
+def test_there_are_enough_graphs_of_every_kind() -> None:
+    assert sum(GRAPHS.values()) >= 300
+    drawn = [draw(Random(seed)) for seed in range(300)]
+    kinds = {step.kind for fuzzed in drawn for step in fuzzed.recipe.steps}
+    assert kinds == {*LAYERS, *UNARY, *BINARY, *WEIGHTED, *SPECIAL}
+    assert {schedule for fuzzed in drawn for schedule in fuzzed.schedules} >= {
+        "gpipe",
+        "1f1b",
+        "zb-h1",
+        "zb-2p",
+        "zb-v",
+    }
+    assert any(fuzzed.cuts for fuzzed in drawn)
+    assert any(fuzzed.recipe.tied and fuzzed.recipe.frozen for fuzzed in drawn)
+
+
+def result(*gradients: torch.Tensor | None) -> Results:
+    named = {f"p{k}": gradient for k, gradient in enumerate(gradients)}
+    return Results(torch.tensor(1.0, dtype=torch.float64), named, {}, tuple(named))
+
+
+def test_differences_are_seen() -> None:
+    one, two = torch.ones(2, dtype=torch.float64), torch.full((2,), 2.0, dtype=torch.float64)
+    assert differences(result(one, None), result(one, None)) == (0.0, None)
+    assert differences(result(two), result(one))[1] == "p0: relative difference 1"
+    assert differences(result(one * float("nan")), result(one))[1] == "p0: relative difference nan"
+    assert differences(result(one, one), result(one, None))[1] == "p1: a gradient where there is none"
+    assert differences(result(None, one), result(one, one))[1] == "p0: no gradient"
+    twice = replace(result(one, one), listed=("p0", "p0", "p1"))
+    assert "the step's parameters are ('p0', 'p0', 'p1')" in str(differences(twice, result(one, one))[1])
