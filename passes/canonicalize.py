@@ -49,6 +49,7 @@ def canonicalize(joint: Joint) -> Joint:
         node.meta.setdefault("val", None)
     joint = replace(joint, graph=graph)
     remove_identities(graph)
+    write_what_is_copied(joint)
     clone_passed_inputs(graph)
     clone_written_buffers(joint)
     joint = separate_contributions(joint)
@@ -73,6 +74,18 @@ def remove_identities(graph: fx.Graph) -> None:
         if node.target in (aten.detach.default, aten.alias.default):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def write_what_is_copied(joint: Joint) -> None:
+    """A buffer written by a copy of another value is written by that value, where it is computed."""
+    output = joint.graph.output_node()
+    values = list(joint.output_values)
+    for index, (value, port) in enumerate(zip(values, joint.outputs, strict=True)):
+        if port.role is Role.BUFFER_UPDATE and value.target is aten.copy.default:
+            source = value.args[1]
+            if isinstance(source, fx.Node) and source.meta["val"].dtype == value.meta["val"].dtype:
+                values[index] = source
+    output.args = (tuple(values),)
 
 
 def clone_passed_inputs(graph: fx.Graph) -> None:

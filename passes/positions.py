@@ -7,7 +7,9 @@ of inputs and constants alone, has no position: every stage makes it for itself.
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -38,13 +40,31 @@ def line_up(joint: Joint) -> Line:
         if node in gradients:
             after = [position[source] for source in node.all_input_nodes if source in gradients and source in position]
             own = None if is_gradient_addition(node) else partner.get(node.meta.get("seq_nr"))
-            position[node] = min([len(forward) - 1, *after] if own is None else [own, *after])
+            position[node] = min(
+                [len(forward) - 1 if own is None else own, *after, *saved_for(node, original, position)]
+            )
         elif node in original:
             position[node] = position[original[node]]
     for node in reversed(backward):
+        if node not in position and node.target is not operator.getitem:
+            position[node] = max(
+                (position[user] for user in readers(node) if user in position), default=len(forward) - 1
+            )
+    for node in backward:
         if node not in position:
-            position[node] = max((position[user] for user in node.users if user in position), default=len(forward) - 1)
+            position[node] = position[node.args[0]]  # an entry is where its tuple is
     return Line(forward, position, frozenset(gradients), original)
+
+
+def saved_for(node: fx.Node, original: Mapping[fx.Node, fx.Node], position: Mapping[fx.Node, int]) -> list[int]:
+    """Where the forward ops are whose recomputed entries only their own backward reads: this node is that backward."""
+    entries = [s for s in node.all_input_nodes if s.target is operator.getitem and s not in original]
+    return [position[original[s.args[0]]] for s in entries if s.args[0] in original]  # type: ignore[index]
+
+
+def readers(node: fx.Node) -> list[fx.Node]:
+    """The users of a node, and of its entries if it is a tuple."""
+    return [reader for user in node.users for reader in (user.users if user.target is operator.getitem else (user,))]
 
 
 def dependents(joint: Joint, role: Role) -> set[fx.Node]:

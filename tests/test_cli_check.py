@@ -40,7 +40,7 @@ def target(tmp_path: Path) -> str:
 def test_a_right_pipeline_is_reported(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", f"{target}:pipeline", "--stages", "2"]) == 0
     # Two losses and four parameters.
-    assert capsys.readouterr().out == "6 results compared, 6 equal in bits, 0 wrong\n"
+    assert capsys.readouterr().out == "8 results compared, 6 equal in bits, 0 wrong\n"
 
 
 @pytest.mark.parametrize(

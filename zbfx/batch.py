@@ -80,7 +80,8 @@ class Signature:
             if isinstance(leaf, TensorSpec):
                 if not isinstance(value, Tensor):
                     raise InputError(
-                        f"{leaf.name} was a tensor in the example microbatch; found {type(value).__name__}"
+                        f"{leaf.name} was a tensor in the example microbatch; found {type(value).__name__}. "
+                        f"Pass a tensor, or compile again with this value"
                     )
                 tensors.append(value)
             elif type(leaf.value) is not type(value) or not same_value(leaf.value, value):

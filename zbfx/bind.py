@@ -72,5 +72,5 @@ def move_to(runners: Sequence[RankRunner], device: torch.device) -> None:
                     f"model.to_empty(device={str(device)!r}) followed by its initialisation or load_state_dict"
                 )
             tensor.data = tensor.data.to(device)
-            if tensor.grad is not None:
+            if tensor.is_leaf and tensor.grad is not None:
                 tensor.grad = tensor.grad.to(device)

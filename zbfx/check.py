@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ from zbfx.passes.nodes import is_random
 from zbfx.plan import Action, Kind
 from zbfx.run import RankRunner, Tensors
 from zbfx.schedule import build
+from zbfx.trace import Objective
 
 if TYPE_CHECKING:
     from zbfx.pipeline import Pipeline
@@ -53,15 +56,18 @@ def check(pipe: Pipeline, *, seed: int = 0, tolerance: float = 1e-6) -> Report:
     """Run the joint graph of two microbatches, and the same through the stages' F, B and W apart, on random data.
 
     The second microbatch differs from the first in every value. Results are equal if they agree in bits, or, where a
-    gradient is a sum of several contributions, within `tolerance` relative to its largest value. Allocates the whole
-    model on the pipeline's device; the user's tensors are neither read nor written.
+    gradient is a sum of several contributions, within `tolerance` relative to its largest value. A copy of the model
+    itself runs both microbatches too, unless it draws random numbers: where its losses differ, the trace holds a value
+    that changes from call to call. Allocates the whole model on the pipeline's device; the user's tensors are neither
+    read nor written. Call it under the autocast that compile ran under, if any.
     """
     generator = torch.Generator(device="cpu").manual_seed(seed)
     tensors, rows = random_data(pipe, generator)
     microbatches = [comm.Microbatch(row, rng.mix(seed, index)) for index, row in enumerate(rows)]
     loss_gradient = torch.tensor(1.0 / len(rows), dtype=pipe.reduction.dtype, device=pipe.device)
-    expected = joint_results(pipe.joint, copied(tensors), microbatches, loss_gradient)
-    found = split_results(pipe, copied(tensors), microbatches, loss_gradient)
+    with torch.autocast(pipe.device.type, enabled=False):
+        expected = joint_results(pipe.joint, copied(tensors), microbatches, loss_gradient)
+        found = split_results(pipe, copied(tensors), microbatches, loss_gradient)
     findings, bitwise = [], 0
     for name, want in expected.items():
         have = found.get(name)
@@ -70,7 +76,28 @@ def check(pipe: Pipeline, *, seed: int = 0, tolerance: float = 1e-6) -> Report:
         elif finding := compare(name, want, have, tolerance):
             findings.append(finding)
     findings += [Finding(name, "different", float("inf")) for name in found if name not in expected]
-    return Report(len(expected), bitwise, tuple(findings))
+    own = own_losses(pipe, tensors, rows)
+    for index, loss in enumerate(own):
+        rounding = torch.finfo(loss.dtype).eps ** 0.5
+        name = f"loss {index} of the model itself (a Python value that changes from call to call?)"
+        if finding := compare(name, loss, expected[f"loss {index}"], max(tolerance, rounding)):
+            findings.append(finding)
+    return Report(len(expected) + len(own), bitwise, tuple(findings))
+
+
+def own_losses(pipe: Pipeline, tensors: Tensors, rows: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+    """The losses of a copy of the user's model on these tensors; none if it draws random numbers."""
+    if any(is_random(node) for node in pipe.joint.graph.nodes):
+        return []
+    memo: dict[int, Any] = {}
+    for name, live in pipe.tensors().named.items():
+        given = tensors.named[name].clone() if name in tensors.named else torch.zeros_like(live, device=pipe.device)
+        memo[id(live)] = nn.Parameter(given, live.requires_grad) if isinstance(live, nn.Parameter) else given.detach()
+    model = copy.deepcopy(pipe.model, memo)
+    loss_fn = copy.deepcopy(pipe.loss_fn, memo) if isinstance(pipe.loss_fn, nn.Module) else pipe.loss_fn
+    objective = Objective(model, loss_fn, pipe.signature, traced=False)
+    with torch.enable_grad():
+        return [objective.losses(tuple(row.values()))[0].detach() for row in rows]
 
 
 def compare(name: str, want: Tensor, have: Tensor | None, tolerance: float) -> Finding | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zbfx import rng
+from zbfx.bind import refuse_gradient_hooks
 from zbfx.comm import Channels
 from zbfx.engine import Engine, local_engine, message_pairs, rank_engine
 from zbfx.errors import InputError, PipelineFault, ZbfxError
@@ -82,6 +83,7 @@ class Step:
     def check_flags(self) -> None:
         pipe = self.engine.pipe
         pipe.guard.check(pipe.model, pipe.loss_fn)
+        refuse_gradient_hooks(self.engine.parameters)
 
     def train(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         """The graphs hold their gradients and casts: neither autograd nor an autocast around the step adds any."""

@@ -6,6 +6,7 @@ buffers, and the copy is traced.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 import traceback
@@ -30,10 +31,12 @@ MODEL_PREFIX, LOSS_PREFIX = "model.", "loss_fn."
 class Objective(nn.Module):
     """Model and loss as one module over the flat tensors of a microbatch; returns the scalar loss."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor] | None, signature: Signature) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any] | None, signature: Signature, *, traced: bool = True
+    ) -> None:
         super().__init__()
         self.model, self.loss_fn, self.signature = model, loss_fn, signature
-        self.lines = UserLines(model)
+        self.lines = UserLines(model) if traced else contextlib.nullcontext()
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         buffers = dict(self.named_buffers(remove_duplicate=False))
@@ -130,12 +133,24 @@ class UserLines(TorchFunctionMode):
         if frame is not None:
             line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             fx.traceback.set_stack_trace([f"{line} in {self.modules[-1]}" if self.modules[-1] else line])
+            if writes(func) and type(args[0]) is Tensor:
+                raise TraceError(
+                    f"the model writes in place ({func.__name__}) into a tensor of shape {tuple(args[0].shape)} that "
+                    f"it holds outside its parameters and buffers, at {line}: the write would be lost. Make it a "
+                    f"buffer (register_buffer), or write into a copy"
+                )
             if func is Tensor.backward:
                 raise TraceError(
                     f"the model or its loss runs a backward of its own (Tensor.backward) at {line}: its gradients "
                     f"would be lost. Return the loss, or give its gradient in the backward of a torch.autograd.Function"
                 )
         return func(*args, **(kwargs or {}))
+
+
+def writes(func: Any) -> bool:
+    """Whether a torch function changes its first argument: `add_`, `__iadd__`, `__setitem__`."""
+    name = str(getattr(func, "__name__", ""))
+    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
 
 
 def trace(

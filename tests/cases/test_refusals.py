@@ -1,0 +1,163 @@
+"""Every kind of refusal says what was found, where (file and line, node or name), and what to change.
+
+Run: pytest tests/cases/test_refusals.py (CPU, one process).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.cases.common import WIDTH, layers, line_of, of, refusal
+from tests.models import Problem, numbers, squares
+from tests.reference import compiled
+from zbfx import InputError, TraceError
+
+
+class Branch(nn.Module):
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.ones(WIDTH))
+        self.kept = [torch.ones(WIDTH)]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x) * (2 if x.sum() > 0 else 1)
+
+
+class ToNumpy(Branch):
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x) * float(x.detach().numpy().sum())
+
+
+class Mismatched(Branch):
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x) @ x
+
+
+class WritesInput(Branch):
+    def forward(self, x: Tensor) -> Any:
+        x += 1
+        return self.layer(x)
+
+
+class WritesList(Branch):
+    def forward(self, x: Tensor) -> Any:
+        self.kept[0].mul_(2)
+        return self.layer(x) * self.kept[0]
+
+
+class Backward(Branch):
+    def forward(self, x: Tensor) -> Any:
+        h = self.layer(x)
+        h.sum().backward(retain_graph=True)
+        return h
+
+
+class Draws(Branch):
+    def forward(self, x: Tensor) -> Any:
+        h = torch.tanh(self.layer(x))
+        return sum(checkpoint(self.drop, h, factor, use_reentrant=False) for factor in (1.0, 2.0))
+
+    def drop(self, h: Tensor, factor: float) -> Tensor:
+        return nn.functional.dropout(h, 0.5) * torch.tanh(h * factor)
+
+
+class Reentrant(Branch):
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.layer, torch.tanh(self.layer(x)), use_reentrant=True)
+
+
+class Grows(Branch):
+    def forward(self, x: Tensor) -> Any:
+        self.seen = torch.cat([self.seen, self.seen])
+        return self.layer(x) * self.seen[:WIDTH]
+
+
+# model, its line or None, what was found, what to change
+TRACING: dict[str, tuple[type[nn.Module], str | None, str, str]] = {
+    "branch on a value": (Branch, "x.sum() > 0", "a tensor's value", "torch.where"),
+    "numpy": (ToNumpy, ".numpy()", ".numpy() is not supported", "torch.library.custom_op"),
+    "error of the model": (Mismatched, "@ x", "RuntimeError", "Change that line"),
+    "write into an input": (WritesInput, "x += 1", "input inputs[0]", "x.clone()"),
+    "write into a hidden tensor": (WritesList, "mul_(2)", "(mul_) into a tensor of shape (6,)", "register_buffer"),
+    "backward of its own": (Backward, ".backward(", "Tensor.backward", "torch.autograd.Function"),
+    "draws alike": (Draws, "dropout(h, 0.5)", "draws more than once", "x.clone()"),
+    "reentrant checkpoint": (Reentrant, None, "use_reentrant=True", "use_reentrant=False"),
+    "buffer of another shape": (Grows, None, "replaces seen, torch.float64 of shape (6,), by", "Keep shape and dtype"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in")
+@pytest.mark.parametrize(("model", "text", "found", "way_out"), TRACING.values(), ids=TRACING.keys())
+def test_what_cannot_be_traced(model: type[Any], text: str | None, found: str, way_out: str) -> None:
+    with pytest.raises(TraceError) as caught:
+        compiled(Problem(model(), squares, (numbers(6, WIDTH),)), 1, 3)
+    message = str(caught.value)
+    assert found in message
+    assert way_out in message
+    if text is not None:
+        function = model.drop if model is Draws else model.forward
+        assert line_of(function, text) in message
+
+
+LOSSES: dict[str, tuple[Callable[[Tensor], Any], str, str]] = {
+    "detached": (lambda output: squares(output).detach(), "does not require grad", "Check requires_grad"),
+    "vector": (lambda output: output.sum(1), "a tensor of shape (2,)", "Pass loss_fn="),
+    "number": (lambda output: 3.0, "found float", "Pass loss_fn="),
+    "count missing": (lambda output: (squares(output),), "found 1 entries", "Count on tensors"),
+    "count of outputs": (lambda output: (squares(output), (output > 0).sum()), "depends on", "Return a mean loss"),
+}
+
+
+@pytest.mark.parametrize(("loss_fn", "found", "way_out"), LOSSES.values(), ids=LOSSES.keys())
+def test_losses(loss_fn: Any, found: str, way_out: str) -> None:
+    message = refusal(Problem(layers(2), loss_fn, (numbers(6, WIDTH),)))
+    assert found in message
+    assert way_out in message
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "stages": ({"stages": 40}, "stages=40", "Ask for fewer"),
+    "cuts": ({"cuts": ["nowhere"]}, "'nowhere'", "Known: 0, 1, 2"),
+    "order of cuts": ({"cuts": ["0"]}, "['0']", "in the order in which they run"),
+    "schedule": ({"schedule": "zb-h9"}, "'zb-h9'", "zb-h1"),
+    "missing action": ({"schedule": ["F0.0 B0.0 W0.0", "F1.0 B1.0"]}, "missing", "F0.1"),
+    "memory": ({"schedule": "auto", "mem_limit": 1}, "1", "smallest"),
+    "loss reduction": ({"loss_reduction": "avg"}, "'avg'", "'mean', 'sum'"),
+    "device": ({"device": "gpu"}, "'gpu'", "'cpu' or 'cuda'"),
+}
+
+
+@pytest.mark.parametrize(("options", "found", "way_out"), OPTIONS.values(), ids=OPTIONS.keys())
+def test_options(options: dict[str, Any], found: str, way_out: str) -> None:
+    message = refusal(Problem(layers(2), squares, (numbers(6, WIDTH),)), **{"stages": 2, **options})
+    assert found in message
+    assert way_out in message
+
+
+BATCHES: dict[str, tuple[tuple[Any, ...], str, str]] = {
+    "size": ((numbers(5, WIDTH), 2.0), "found (5, 6)", "on_new_shape='recompile'"),
+    "dtype": ((numbers(6, WIDTH).float(), 2.0), "found torch.float32", "expected dtype torch.float64"),
+    "constant": ((numbers(6, WIDTH), 3.0), "inputs[1] was 2.0", "Pass it as a tensor, or compile again"),
+    "no tensor": ((None, 2.0), "inputs[0] was a tensor", "Pass a tensor, or compile again"),
+    "missing": ((numbers(6, WIDTH),), "found (inputs[0])", "expected (inputs[0], inputs[1])"),
+}
+
+
+@pytest.mark.parametrize(("batch", "found", "way_out"), BATCHES.values(), ids=BATCHES.keys())
+def test_batches(batch: tuple[Any, ...], found: str, way_out: str) -> None:
+    step = compiled(of(lambda self, x, k: torch.tanh(x @ self.a) * k, 2.0), 1, 3).run_local()
+    if isinstance(batch[0], Tensor):
+        batch = (batch[0].double() if "dtype" not in way_out else batch[0], *batch[1:])
+    with pytest.raises(InputError) as caught:
+        step(*batch)
+    assert found in str(caught.value)
+    assert way_out in str(caught.value)
