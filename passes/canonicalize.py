@@ -36,6 +36,12 @@ READ_AS_DENSE = {
     aten.native_group_norm.default: (0,),
     aten.native_group_norm_backward.default: (0, 1),
     aten.as_strided.default: (0,),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 1, 2),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (0, 1, 2, 3),
+    aten._scaled_dot_product_flash_attention.default: (0, 1, 2),
+    aten._scaled_dot_product_flash_attention_backward.default: (0, 1, 2, 3),
+    aten._scaled_dot_product_efficient_attention.default: (0, 1, 2),
+    aten._scaled_dot_product_efficient_attention_backward.default: (0, 1, 2, 3),
 }
 
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")

@@ -113,3 +113,20 @@ class ViewOfNormed(nn.Module):
 @pytest.mark.parametrize("stages", [1, 2])
 def test_view_of_a_value_of_other_strides(stages: int) -> None:
     agree(Problem(ViewOfNormed(), mean_squares, (numbers(4, 3, 4),), (numbers(4, 3, 4, seed=2),)), stages)
+
+
+class AttentionOfNormed(nn.Module):
+    """Fused attention, which reads its last dimension as dense, of what a batch norm gave a transposed input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.norm(x.transpose(1, 2)).transpose(1, 2)[:, None]
+        return self.linear(F.scaled_dot_product_attention(queries, x[:, None], x[:, None])[:, 0])
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_attention_of_a_value_of_other_strides(stages: int) -> None:
+    agree(Problem(AttentionOfNormed(), mean_squares, (numbers(4, 3, 4),), (numbers(4, 3, 4, seed=2),)), stages)
