@@ -193,6 +193,11 @@ def trace(
             f"at {user_line(error)}. Use torch.where, or take the decision outside the model"
         ) from error
     except Exception as error:
+        if any("_higher_order_ops" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
+            raise TraceError(
+                f"the model runs an operator that holds graphs of its own, like torch.cond, at {user_line(error)}: its "
+                f"backward cannot be split. Use torch.where, or take the decision outside the model"
+            ) from error
         raise TraceError(
             f"the model cannot be traced: {type(error).__name__}: {error}, at {user_line(error)}. Change that line, or "
             f"make it an operator of its own (torch.library.custom_op with register_fake and register_autograd)"

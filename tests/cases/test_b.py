@@ -244,7 +244,16 @@ class Masking(Branching):
         return self.layer(x)[torch.nonzero(x[:, 0] > 0)[:, 0]]
 
 
-@pytest.mark.parametrize(("model", "text"), [(Branching, "h.sum() > 0"), (TopOne, ".item()"), (Masking, "nonzero")])
+class Conditional(Branching):
+    def forward(self, x: Tensor) -> Any:
+        h = self.layer(x)
+        return torch.cond(h.sum() > 0, lambda h: h * 2, lambda h: h - 1, (h,))
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [(Branching, "h.sum() > 0"), (TopOne, ".item()"), (Masking, "nonzero"), (Conditional, "torch.cond")],
+)
 def test_case_26_control_flow_by_values(model: type[nn.Module], text: str) -> None:
     message = refusal(Problem(model(), squares, (numbers(6, WIDTH),)))
     assert line_of(model.forward, text) in message
