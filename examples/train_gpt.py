@@ -180,7 +180,8 @@ def follow(console: Console, name: str, job: Job, losses: Iterator[float]) -> li
             seen.append(loss)
             now = time.perf_counter()
             begun = now if len(seen) == 1 else begun  # the first step includes the start of the processes
-            speed = (len(seen) - 1) * job.tokens_per_step / (now - begun) if len(seen) > 1 else math.nan
+            # Losses of the first steps may arrive together.
+            speed = (len(seen) - 1) * job.tokens_per_step / (now - begun) if now - begun > 0.5 else math.nan
             progress.update(bar, advance=1, loss=loss, speed=speed)
     return seen
 
@@ -222,6 +223,11 @@ def parse(arguments: Sequence[str] | None) -> Job:
     parser.add_argument("--sequence", type=int, default=128, help="bytes a sequence (default: 128)")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     options = parser.parse_args(arguments)
+    for name, value in vars(options).items():
+        if value <= 0:
+            parser.error(f"--{name.replace('_', '-')}: expected a number above 0; found {value}")
+    if options.hidden % options.heads or options.processes > options.layers:
+        parser.error("--hidden divides by --heads, and every process gets a layer: --processes is at most --layers")
     model = GPTConfig(options.layers, options.hidden, options.heads, options.sequence, vocabulary=256)
     return Job(
         options.steps,

@@ -14,6 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from zbfx import comm, cost, measure
+from zbfx.arguments import (
+    checked_cuts,
+    checked_device,
+    checked_examples,
+    checked_model,
+    checked_schedule,
+    device_of,
+    on_all_ranks,
+    placement_of,
+    whole_number,
+)
 from zbfx.backends import CapturedStep, checked_backend, phase_compiler
 from zbfx.batch import Signature
 from zbfx.bind import agree, checked_rank, move_to
@@ -82,16 +93,16 @@ def compile(
     Raises `TraceError` where the model cannot be traced, naming the user's line; `InvalidSchedule` for an order that
     breaks a rule; `NoFeasibleSchedule` under a `mem_limit` that is too small; `ZbfxError`, their base, for the rest.
     """
-    targets = example_targets if isinstance(example_targets, tuple) else (example_targets,)
+    model = checked_model(model)
+    inputs, kwargs, targets = checked_examples(example_inputs, example_kwargs, example_targets, loss_fn)
     device = checked_device(device) if device is not None else device_of(model)
     hardware = cost.hardware_of(device)
-    placement = placement_of(schedule, stages, stages_per_rank)
-    if not isinstance(microbatches, int) or microbatches < 1:
-        raise ZbfxError(f"microbatches is an integer >= 1; found {microbatches!r}")
-    backend = checked_backend(backend, device)
+    placement = placement_of(checked_schedule(schedule), stages, stages_per_rank)
+    whole_number("microbatches", microbatches, "how many microbatches a step runs")
+    backend, cuts = checked_backend(backend, device), checked_cuts(cuts)
 
-    raw, signature = trace(model, loss_fn, example_inputs, dict(example_kwargs or {}), targets, device=device)
-    examples = tuple(signature.flatten((*example_inputs, *targets), dict(example_kwargs or {})))
+    raw, signature = on_all_ranks(partial(trace, model, loss_fn, inputs, kwargs, targets, device=device))
+    examples = tuple(signature.flatten((*inputs, *targets), kwargs))
     raw = separate_count(raw)
     reduction = Reduction.of(raw, loss_reduction, microbatches)
     joint = canonicalize(raw)
@@ -119,39 +130,6 @@ def compile(
         backend,
         mem_limit,
     )
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where the model's tensors live; the CPU for a model on the meta device."""
-    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    return torch.device("cpu") if device.type == "meta" else device
-
-
-def checked_device(device: torch.device | str) -> torch.device:
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ZbfxError(f"device names a device of torch, like 'cpu' or 'cuda'; found {device!r}") from error
-    if found.type == "cuda" and not torch.backends.cuda.is_built():
-        raise ZbfxError(
-            f"device={str(device)!r}: this torch is built without CUDA. Use device='cpu', or install another"
-        )
-    return found
-
-
-def placement_of(schedule: Any, ranks: int, stages_per_rank: int | None) -> tuple[int, ...]:
-    """Stage -> rank: down and up again for the V schedules, looped for interleaved ones, one stage a rank otherwise."""
-    if not isinstance(ranks, int) or ranks < 1:
-        raise ZbfxError(f"stages is the number of ranks, an integer >= 1; found {ranks!r}")
-    if isinstance(schedule, Schedule):
-        if schedule.costs.rank_count != ranks:
-            raise ZbfxError(f"the schedule is for {schedule.costs.rank_count} ranks; found stages={ranks}")
-        return schedule.costs.placement
-    if schedule in ("zb-v", "zb-v-order", "v-half", "v-min"):
-        return (*range(ranks), *reversed(range(ranks)))
-    if schedule == "interleaved-1f1b":
-        return tuple(range(ranks)) * (stages_per_rank or 2)
-    return tuple(range(ranks)) * (stages_per_rank or 1)
 
 
 @dataclass(frozen=True)
@@ -242,9 +220,17 @@ class Pipeline:
         step_type = CapturedStep if self.backend.startswith("cudagraph") else RankStep
         return step_type(engine, options, channels, tensors)
 
+    def __deepcopy__(self, memo: object) -> Pipeline:
+        raise ZbfxError("a pipeline holds graphs with fake tensors and cannot be copied; call zbfx.compile again")
+
+    def __reduce__(self) -> str:
+        raise ZbfxError("a pipeline holds graphs with fake tensors and cannot be pickled; call zbfx.compile again")
+
     def digest(self) -> str:
         """A hash of every rank's program and of every phase: equal where the plans are."""
         texts = [program.code for program in self.programs]
         texts += [phase.module.code for stage in self.stages for phase in stage.phases.values()]
+        texts += [str(message) for program in self.programs for message in program.messages.values()]
+        texts += [str(self.signature.tensors), str(self.reduction.microbatches), self.reduction.name]
         anywhere = re.sub(r"index=\d+", "index", "".join(texts))  # each rank has its own device
         return hashlib.sha256(anywhere.encode()).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import cast
@@ -33,6 +34,9 @@ def limit_per_rank(costs: CostTable, mem_limit: MemLimit) -> tuple[Number, ...] 
         return None
     if isinstance(mem_limit, str):
         return limit_from_text(costs, mem_limit)
+    for limit in mem_limit if isinstance(mem_limit, Sequence) else (mem_limit,):
+        if isinstance(limit, bool | str) or not 0 < limit < math.inf:
+            raise ZbfxError(f"a memory limit is a number of bytes above 0; found {limit!r}")
     if not isinstance(mem_limit, Sequence):
         return (mem_limit,) * costs.rank_count
     if len(mem_limit) != costs.rank_count:
@@ -46,14 +50,21 @@ def limit_from_text(costs: CostTable, text: str) -> tuple[Number, ...]:
     try:
         if not number.endswith("x"):
             unit = next((unit for unit in UNITS if number.endswith(unit)), "")
-            return (Fraction(number.removesuffix(unit)) * UNITS.get(unit, 1),) * costs.rank_count
-        allowed = Fraction(number[:-1]) * one_x(costs)
+            return (above_zero(Fraction(number.removesuffix(unit)) * UNITS.get(unit, 1)),) * costs.rank_count
+        allowed = above_zero(Fraction(number[:-1])) * one_x(costs)
     except (ValueError, ZeroDivisionError) as error:
         raise ZbfxError(
             f'a memory limit is a number of bytes, also like "24GiB", a multiple like "2x", or one number per rank; '
             f"found {text!r}"
         ) from error
     return tuple(allowed + static_bytes(costs, rank) for rank in range(costs.rank_count))
+
+
+def above_zero(number: Fraction) -> Fraction:
+    """The number itself. Raises ValueError if it is no limit that a machine could have."""
+    if not 0 < number < 2**100:
+        raise ValueError(number)
+    return number
 
 
 def smallest_limit(costs: CostTable, rank: int) -> Fraction:

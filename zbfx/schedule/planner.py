@@ -86,7 +86,9 @@ def build(name: str, costs: CostTable, microbatches: int, ranks: Ranks, mem_limi
 
 
 def read_orders(orders: Sequence[Sequence[Action] | str]) -> Ranks:
-    """An order per rank, as actions or as text like "F0.0 F0.1 B0.0"."""
+    """An order per rank, as actions or as text like "F0.0 F0.1 B0.0". Raises `ZbfxError` for anything else."""
+    if isinstance(orders, str) or not isinstance(orders, Sequence):
+        raise ZbfxError(f"a schedule gives one order of actions per rank, in a list; found {type(orders).__name__}")
     return tuple(
         tuple(Action.parse(word) for word in order.split()) if isinstance(order, str) else tuple(order)
         for order in orders
@@ -105,9 +107,8 @@ def _plan_one(
     if isinstance(schedule, Schedule):
         return build(schedule.name, costs, microbatches, schedule.ranks, mem_limit)
     if callable(schedule):
-        return build(
-            getattr(schedule, "__name__", "generated"), costs, microbatches, schedule(costs, microbatches), mem_limit
-        )
+        orders = read_orders(schedule(costs, microbatches))
+        return build(getattr(schedule, "__name__", "generated"), costs, microbatches, orders, mem_limit)
     return build("custom", costs, microbatches, read_orders(schedule), mem_limit)
 
 

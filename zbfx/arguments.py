@@ -1,0 +1,127 @@
+"""What `compile` was called with, checked before anything is traced: each mistake names its argument."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zbfx.errors import ZbfxError
+from zbfx.plan import Schedule
+
+V_SCHEDULES = ("zb-v", "zb-v-order", "v-half", "v-min")
+
+
+def whole_number(name: str, value: Any, meaning: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ZbfxError(f"{name} is {meaning}, an integer >= 1; found {value!r}")
+    return value
+
+
+def checked_model(model: Any) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise ZbfxError(f"model is an instance of torch.nn.Module; found {kind_of(model)}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ZbfxError("model is a scripted module, which cannot be traced. Pass the module it was scripted from")
+    if hasattr(model, "_orig_mod"):
+        raise ZbfxError("model is compiled by torch.compile. Pass the module itself, and backend='inductor' to zbfx")
+    return model
+
+
+def checked_examples(
+    example_inputs: Any, example_kwargs: Any, example_targets: Any, loss_fn: Any
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+    """The positional, keyword and target arguments of the example microbatch."""
+    if not isinstance(example_inputs, tuple | list):
+        found = kind_of(example_inputs)
+        raise ZbfxError(f"example_inputs is a tuple of the model's arguments, (x,) for one; found {found}")
+    if example_kwargs is not None and not isinstance(example_kwargs, Mapping):
+        raise ZbfxError(f"example_kwargs is a dict of the model's keyword arguments; found {kind_of(example_kwargs)}")
+    if loss_fn is not None and not callable(loss_fn):
+        raise ZbfxError(f"loss_fn is a function or module (outputs, *targets) -> scalar; found {kind_of(loss_fn)}")
+    targets = example_targets if isinstance(example_targets, tuple) else (example_targets,)
+    return tuple(example_inputs), dict(example_kwargs or {}), targets
+
+
+def checked_schedule(schedule: Any) -> Any:
+    if isinstance(schedule, str | Schedule) or callable(schedule):
+        return schedule
+    if isinstance(schedule, Sequence) and all(isinstance(order, Sequence) for order in schedule):
+        return schedule
+    raise ZbfxError(
+        f"schedule is a name, a Schedule, one order of actions per rank, or a function (costs, microbatches) -> "
+        f"orders; found {kind_of(schedule)}"
+    )
+
+
+def checked_cuts(cuts: Any) -> Sequence[str] | None:
+    if cuts is None:
+        return None
+    if isinstance(cuts, str) or not isinstance(cuts, Sequence) or not all(isinstance(c, str) and c for c in cuts):
+        raise ZbfxError(f"cuts is a list of names of submodules, like ['layers.4', 'layers.8']; found {cuts!r}")
+    return cuts
+
+
+def placement_of(schedule: Any, ranks: Any, stages_per_rank: Any) -> tuple[int, ...]:
+    """Stage -> rank: down and up again for the V schedules, looped for interleaved ones, one stage a rank otherwise."""
+    ranks = whole_number("stages", ranks, "the number of pipeline ranks")
+    if isinstance(schedule, Schedule):
+        if schedule.costs.rank_count != ranks:
+            raise ZbfxError(f"the schedule is for {schedule.costs.rank_count} ranks; found stages={ranks}")
+        return schedule.costs.placement
+    if stages_per_rank is not None:
+        whole_number("stages_per_rank", stages_per_rank, "how many stages a rank holds")
+    if isinstance(schedule, str) and schedule in V_SCHEDULES:
+        return (*range(ranks), *reversed(range(ranks)))
+    if schedule == "interleaved-1f1b":
+        return tuple(range(ranks)) * (stages_per_rank or 2)
+    return tuple(range(ranks)) * (stages_per_rank or 1)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's tensors live; the CPU for a model on the meta device."""
+    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def checked_device(device: torch.device | str) -> torch.device:
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ZbfxError(f"device names a device of torch, like 'cpu' or 'cuda'; found {device!r}") from error
+    if found.type == "cuda" and not torch.backends.cuda.is_built():
+        raise ZbfxError(
+            f"device={str(device)!r}: this torch is built without CUDA. Use device='cpu', or install another"
+        )
+    return found
+
+
+def kind_of(value: Any) -> str:
+    """A few words on a wrong argument."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}: call it to make an instance"
+    return f"{type(value).__name__} {value!r}"[:80]
+
+
+def on_all_ranks(work: Callable[[], Any]) -> Any:
+    """Do `work` on every rank of an initialised torch.distributed; what one rank refuses, every rank refuses."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return work()
+    result, refusal = None, None
+    try:
+        result = work()
+    except ZbfxError as error:
+        refusal = error
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, None if refusal is None else str(refusal))
+    if refusal is not None:
+        raise refusal
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise ZbfxError(f"rank {rank}: {text}")
+    return result
