@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 from zbfx import comm, rng
 from zbfx.codegen import Program, generate
 from zbfx.engine import take_turns
-from zbfx.graphs import Joint, Role
+from zbfx.graphs import Joint, Role, copy_graph
+from zbfx.passes.canonicalize import allow_any_strides
 from zbfx.passes.nodes import is_random
 from zbfx.plan import Action, Kind
 from zbfx.run import RankRunner, Tensors
@@ -175,6 +176,9 @@ def joint_results(
     joint: Joint, tensors: Tensors, microbatches: list[comm.Microbatch], loss_gradient: Tensor
 ) -> dict[str, Tensor]:
     """Losses, summed gradients and final buffers of the unsplit graph."""
+    graph = copy_graph(joint.graph)
+    allow_any_strides(graph)  # what runs may have other strides than what was traced
+    joint = replace(joint, graph=graph)
     results: dict[str, Tensor] = {}
     for index, microbatch in enumerate(microbatches):
         inputs = [port_value(port.role, port.name, tensors, microbatch, loss_gradient) for port in joint.inputs]
