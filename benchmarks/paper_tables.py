@@ -1,7 +1,8 @@
 """The paper's tables of bubble rates, planned again: `python -m benchmarks.paper_tables [--json]`.
 
-Table 4 (six schedules at twelve settings), the limits between p M_B and 2.5 p M_B, and the V placement with halved
-times. Every row gives the paper's value or the best known one, ours, the lower bound, the gap and the seconds.
+Table 4 (six schedules at twelve settings), the limits between p M_B and 2.5 p M_B, the V placement with halved times,
+and the table of ZB-V (nine settings, whose times `paper_fit` recovers from the table itself). Every row gives the
+paper's value or the best known one, ours, the lower bound, the gap and the seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 
+from benchmarks.paper_fit import zbv_settings
 from benchmarks.paper_settings import Setting, settings
 from zbfx.plan import CostTable, Schedule
 from zbfx.schedule import plan
@@ -117,18 +120,28 @@ def table_rows(tables: list[str], budget_s: float) -> Iterator[Row]:
                 yield planned("v", setting, setting.v_shaped(), "auto", reference, limit, budget_s)
 
 
+def zbv_rows(budget_s: float) -> Iterator[Row]:
+    for setting in zbv_settings():
+        for column in ("1f1b", "1f1b-i", "zb-h1", "zb-h2"):
+            costs = setting.interleaved() if column == "1f1b-i" else setting.linear()
+            yield planned("zbv", setting, costs, COLUMNS[column], setting.paper_rates[column], None, budget_s)
+        yield planned("zbv", setting, setting.v_shaped(), "zb-v", setting.paper_rates["zb-v"], "1x", budget_s)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true", help="one JSON object per row")
     parser.add_argument(
         "--budget", type=float, default=60.0, metavar="SECONDS", help="per searched schedule (default: 60)"
     )
-    parser.add_argument("--tables", nargs="+", choices=("paper", "between", "v"), default=["paper", "between", "v"])
+    tables = ("paper", "between", "v", "zbv")
+    parser.add_argument("--tables", nargs="+", choices=tables, default=list(tables))
     options = parser.parse_args()
     if not options.json:
         head = ("table", "setting", "schedule", "limit", "ref", "ours", "bound", "gap", "mem", "s")
         print("{:8} {:20} {:18} {:7} {:>7} {:>8} {:>8} {:>9} {:>6} {:>6}".format(*head))
-    for row in table_rows(options.tables, options.budget):
+    zbv = zbv_rows(options.budget) if "zbv" in options.tables else iter(())
+    for row in chain(table_rows(options.tables, options.budget), zbv):
         if options.json:
             print(json.dumps(asdict(row)))
         else:
