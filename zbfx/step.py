@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ class StepOptions:
             raise ZbfxError(f"on_new_shape is one of {NEW_SHAPES}; found {self.on_new_shape!r}")
 
 
-class Step:
+class Step(ABC):
     """One training step of a pipeline: forward, backward and gradients of a full batch.
 
     `step(*args, **kwargs)` takes the arguments of the example microbatch with the batch dimension `microbatches`
@@ -125,15 +126,17 @@ class Step:
     def seed_of_step(self) -> int:
         return rng.mix(self.options.seed, self.count)
 
+    @abstractmethod
     def build(self, pipe: Pipeline) -> Engine:
-        raise AssertionError("a subclass binds pipelines")
+        """Bind a further pipeline of the same model, with the same parameters."""
 
+    @abstractmethod
     def run(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
-        raise AssertionError("a subclass runs the step")
+        """Run the engine's programs on the microbatches; the loss of the batch."""
 
+    @abstractmethod
     def problems(self, engine: Engine) -> list[str]:
         """What is not finite on any rank after a step."""
-        raise AssertionError("a subclass looks at its gradients")
 
 
 class LocalStep(Step):

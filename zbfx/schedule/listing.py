@@ -7,6 +7,7 @@ choices replaced by a `Rule`, and it serves any placement.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -83,7 +84,7 @@ class ListScheduler:
         return _ByOrder(self, orders, patience).finish(stop_at)
 
 
-class _Run:
+class _Run(ABC):
     """The state of one list-scheduling run; subclasses choose each rank's next action."""
 
     def __init__(self, scheduler: ListScheduler) -> None:
@@ -105,9 +106,9 @@ class _Run:
                 latest = ends[microbatch] + lag
         return latest
 
+    @abstractmethod
     def choose(self, rank: int, now: int) -> int:
         """The group that `rank` runs next, or -1 to wait."""
-        raise NotImplementedError
 
     def finish(self, stop_at: float) -> Listed | None:
         problem, scheduler = self.problem, self.scheduler
