@@ -22,9 +22,9 @@ SOON_S = 20.0
 Results = dict[int, dict[str, Any]]
 
 
-def launch(world: int, scenario: str, folder: Path, survivors: set[int]) -> Results:
+def launch(world: int, scenario: str, folder: Path, survivors: set[int], module: str = "tests.worker") -> Results:
     """Results of the ranks that end by themselves: the survivors. Nothing that was started is left behind."""
-    command = [sys.executable, "-W", "error", "-m", "tests.worker", str(world), scenario, str(folder)]
+    command = [sys.executable, "-W", "error", "-m", module, str(world), scenario, str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True

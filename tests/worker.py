@@ -29,6 +29,8 @@ from tests.reference import compiled, rescheduled
 LIMIT_S = 100  # for all ranks to end
 STEPS = 20
 
+Scenario = Callable[[int], dict[str, Any]]
+
 
 def train(problem: Problem, step: Callable[..., Tensor], parameters: Any, steps: int) -> list[float]:
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
@@ -187,14 +189,14 @@ def killed(rank: int) -> dict[str, Any]:
     return refusal(lambda: step(*problem.inputs, *problem.targets))
 
 
-SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {"four-ranks": four_ranks, "three-ranks": three_ranks}
+SCENARIOS: dict[str, Scenario] = {"four-ranks": four_ranks, "three-ranks": three_ranks}
 
 
-def process(rank: int, world: int, scenario: str, folder: Path, port: int) -> None:
+def process(rank: int, world: int, scenario: Scenario, folder: Path, port: int) -> None:
     faulthandler.dump_traceback_later(LIMIT_S - 5)
     store = dist.TCPStore("127.0.0.1", port, world, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    torch.save(SCENARIOS[scenario](rank), folder / f"{rank}.pt")
+    torch.save(scenario(rank), folder / f"{rank}.pt")
     os._exit(0)  # the default group may have lost a rank: no orderly end
 
 
@@ -204,7 +206,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def main(world: int, scenario: str, folder: Path) -> int:
+def main(world: int, scenario: Scenario, folder: Path) -> int:
     """Run the ranks; how many have not ended by themselves within the limit."""
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
@@ -227,4 +229,4 @@ def main(world: int, scenario: str, folder: Path) -> int:
 
 if __name__ == "__main__":
     assert zbfx.__all__
-    sys.exit(main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])))
+    sys.exit(main(int(sys.argv[1]), SCENARIOS[sys.argv[2]], Path(sys.argv[3])))

@@ -6,28 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from zbfx._torch import has_gradient_hooks
 from zbfx.comm import Channels
 from zbfx.errors import ZbfxError
 from zbfx.run import RankRunner
-
-
-def checked_rank(count: int, rank: int | None) -> int:
-    """This process's rank in a pipeline of `count` ranks."""
-    if not dist.is_initialized():
-        raise ZbfxError(
-            "bind runs under torch.distributed: start with `torchrun --nproc-per-node=...` and call "
-            "torch.distributed.init_process_group first, or use run_local() in one process"
-        )
-    world, own = dist.get_world_size(), dist.get_rank()
-    if world != count:
-        raise ZbfxError(f"the pipeline has {count} ranks, torch.distributed has {world}: start {count} processes")
-    if rank not in (None, own):
-        raise ZbfxError(f"rank is this process's rank in torch.distributed, {own}; found {rank}")
-    return own
 
 
 def agree(channels: Channels, digest: str, prepare: Callable[[], None]) -> None:
@@ -38,15 +22,37 @@ def agree(channels: Channels, digest: str, prepare: Callable[[], None]) -> None:
     except ZbfxError as error:
         refusal = str(error)
     answers: list[Any] = channels.gather((digest, refusal))
-    for rank, (_, text) in enumerate(answers):
+    names = channels.place.names()
+    for name, (_, text) in zip(names, answers, strict=True):
         if text is not None:
-            raise ZbfxError(f"rank {rank}: {text}")
-    different = [rank for rank, (other, _) in enumerate(answers) if other != answers[0][0]]
+            raise ZbfxError(f"{name}: {text}")
+    different = [index for index, (other, _) in enumerate(answers) if other != answers[0][0]]
     if different:
+        who = f"ranks {different}" if len(channels.place.replicas) == 1 else "; ".join(names[k] for k in different)
         raise ZbfxError(
-            f"ranks {different} hold another plan than rank 0. "
+            f"{who} hold another plan than {names[0]}. "
             f"Compile with the same model, arguments and costs on every rank, and call init_process_group before "
             f"compile: only then do ranks share measured costs and searched plans"
+        )
+
+
+def refuse_other_values(channels: Channels, named: Mapping[str, Tensor]) -> None:
+    """Check that parameters and buffers have the same bits in every replica. Collective over the family."""
+    own = [
+        name
+        for name, tensor in named.items()
+        for bits in [tensor.detach().contiguous().reshape(-1).view(torch.uint8)]
+        if not torch.equal(bits, channels.from_first_replica(bits))
+    ]
+    found = [
+        f"{name}: {', '.join(different[:3])}{', ...' * (len(different) > 3)}"
+        for name, different in zip(channels.place.names(), channels.gather(own), strict=True)
+        if different
+    ]
+    if found:
+        raise ZbfxError(
+            f"replicas start from the same parameters and buffers; found other values than in replica 0 in "
+            f"{'; '.join(found)}. Seed every process alike, or load the same checkpoint, before bind"
         )
 
 

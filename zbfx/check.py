@@ -212,7 +212,9 @@ def split_results(
     runners = []
     for program in apart(pipe, len(microbatches)):
         adds = {gradient.name for gradient in pipe.shared_gradients if gradient.holders[0] == program.rank}
-        runners.append(RankRunner(program, tensors, comm.LocalTransport(program.messages, mailbox), adds))
+        runners.append(
+            RankRunner(program, tensors, comm.LocalTransport(f"rank {program.rank}", program.messages, mailbox), adds)
+        )
     for runner in runners:
         runner.start(loss_gradient)
     ends = take_turns([runner.run(microbatches, step=0) for runner in runners])

@@ -28,13 +28,15 @@ from zbfx.messages import (
     shared_gradients,
 )
 from zbfx.plan import Action, Kind, Schedule
+from zbfx.reductions import Bucket, RankReductions
 
 Item = str | tuple[str, ...]  # a value by name, or a bundle of values
 
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank does in a step. `code` prints it; `messages` holds every message that the rank sends or receives.
+    """What one rank does in a step. `code` prints it; `messages` holds every message that the rank sends or receives,
+    `buckets` what it sums over the replicas.
 
     The module takes `transport` and one `Microbatch` per microbatch, and returns the losses of the microbatches, in
     order, on the rank that computes them, and () elsewhere.
@@ -43,6 +45,7 @@ class Program:
     rank: int
     module: fx.GraphModule
     messages: dict[str, Message]
+    buckets: tuple[Bucket, ...] = ()
 
     @property
     def code(self) -> str:
@@ -75,6 +78,32 @@ class AddToGradient(nn.Module):
         if self.tensor is not None:
             for partial_sum in partial_sums:
                 self.tensor.add_(partial_sum)
+
+
+class GradientBucket(nn.Module):
+    """The flat tensor behind a bucket's gradients, bound at run time."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__()
+        self.bucket = bucket
+        self.tensor: Tensor | None = None
+
+    def forward(self) -> Tensor:
+        assert self.tensor is not None, "bound before the program runs"
+        return self.tensor
+
+
+class Gradient(nn.Module):
+    """The gradient of a shared parameter, bound at run time."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.tensor: Tensor | None = None
+
+    def forward(self) -> Tensor:
+        assert self.tensor is not None, "bound before the program runs"
+        return self.tensor
 
 
 class PhaseCall(nn.Module):
@@ -112,12 +141,15 @@ class PhaseCall(nn.Module):
         )
 
 
-def generate(stages: Sequence[Stage], schedule: Schedule) -> tuple[Program, ...]:
-    """One program per rank of the schedule."""
+def generate(
+    stages: Sequence[Stage], schedule: Schedule, reductions: Sequence[RankReductions] = ()
+) -> tuple[Program, ...]:
+    """One program per rank of the schedule; with `reductions` (per rank), one that sums gradients over replicas."""
     messages = messages_of(stages, schedule)
     shared = shared_gradients(stages, schedule.costs.placement)
     return tuple(
-        RankProgram(stages, schedule, messages, shared, rank).generate() for rank in range(len(schedule.ranks))
+        RankProgram(stages, schedule, messages, shared, rank, reductions[rank] if reductions else None).generate()
+        for rank in range(len(schedule.ranks))
     )
 
 
@@ -131,6 +163,7 @@ class RankProgram:
         messages: Sequence[Message],
         shared: Sequence[SharedGradient],
         rank: int,
+        reductions: RankReductions | None,
     ) -> None:
         self.schedule = schedule
         self.stages, self.rank, self.placement = stages, rank, schedule.costs.placement
@@ -138,6 +171,7 @@ class RankProgram:
         self.shared = [gradient for gradient in shared if rank in gradient.holders]
         self.outgoing = [m for m in messages if m.source == rank]
         self.incoming = [m for m in messages if m.target == rank]
+        self.reductions = reductions
         self.graph = fx.Graph()
         self.transport = self.graph.placeholder("transport")
         self.microbatches = [self.graph.placeholder(f"microbatch_{k}") for k in range(schedule.microbatches)]
@@ -148,7 +182,10 @@ class RankProgram:
         posts = post_positions(self.incoming, self.order)
         releases = release_positions(self.outgoing, self.schedule, self.rank)
         received, sent = by_action(self.incoming, "consumer"), by_action(self.outgoing, "producer")
-        for position, action in enumerate(self.order):
+        reductions = self.reductions or RankReductions(())
+        calls = reductions.calls(self.order, self.stages)
+        starts = reductions.starts(calls)
+        for position, (action, phase) in enumerate(calls):
             for message in releases[position]:
                 self.graph.call_function(comm.release, (self.transport, message.key))
             for message in posts[position]:
@@ -156,20 +193,25 @@ class RankProgram:
             for message in received[action]:
                 node = self.graph.call_function(comm.receive, (self.transport, message.key))
                 self.unpack(node, message.names, action.microbatch)
-            self.compute(action)
+            self.compute(action, phase)
             for message in sent[action]:
                 values = tuple(self.nodes[name, action.microbatch] for name in message.names)
                 self.graph.call_function(comm.send, (self.transport, message.key, values))
+            for bucket in starts.get(position, ()):
+                self.reduce(bucket)
         exchanged = self.exchange_shared_gradients()
+        for bucket in reductions.buckets:
+            if not bucket.shared:
+                self.graph.call_function(comm.reduced, (self.transport, bucket.key))
         self.graph.output(
             tuple(self.nodes["loss", k] for k in range(len(self.microbatches)) if ("loss", k) in self.nodes)
         )
         self.graph.lint()
         module = fx.GraphModule(self.modules, self.graph, f"Rank{self.rank}")
-        return Program(self.rank, module, {m.key: m for m in (*self.incoming, *self.outgoing, *exchanged)})
+        messages = {m.key: m for m in (*self.incoming, *self.outgoing, *exchanged)}
+        return Program(self.rank, module, messages, reductions.buckets)
 
-    def compute(self, action: Action) -> None:
-        phase = self.stages[action.stage].phases[action.kind]
+    def compute(self, action: Action, phase: Phase) -> None:
         if phase.is_empty:
             return
         k = action.microbatch
@@ -178,6 +220,12 @@ class RankProgram:
         call = self.graph.create_node("call_module", phase.name, args, name=f"{phase.name}_{k}")
         call.meta["action"] = action
         self.unpack(call, module.returned, k)
+
+    def reduce(self, bucket: Bucket) -> None:
+        """Start to sum a bucket over the replicas."""
+        name = f"gradients_{len(self.graph.find_nodes(op='call_function', target=comm.reduce))}"
+        self.modules[name] = GradientBucket(bucket)
+        self.graph.call_function(comm.reduce, (self.transport, bucket.key, self.graph.call_module(name)))
 
     def call_of(self, phase: Phase) -> PhaseCall:
         """The module that runs a phase, one for all microbatches."""
@@ -190,39 +238,87 @@ class RankProgram:
         return call
 
     def exchange_shared_gradients(self) -> list[Message]:
-        """After the last action: every holder of a shared gradient gets each stage's sum, and adds them up."""
-        messages = [
-            Message(
-                f"{gradient.name}:{stage}>{target}", None, None, source, target, (gradient.name,), (gradient.layout,)
-            )
-            for gradient in self.shared
-            for stage in gradient.stages
-            for source in [self.placement[stage]]
-            for target in gradient.holders
-            if target != source and self.rank in (source, target)
-        ]
+        """After the last action: every holder of a shared gradient gets each stage's sum, and adds them up.
+
+        Where there are replicas, the first holder alone does, sums over the replicas, and sends what comes out to the
+        others: one reduction, in the order of the parameters.
+        """
+        sums = self.sums_of_stages()
+        messages = self.send_sums(sums)
+        for index, gradient in enumerate(self.shared):
+            if self.adds_up(gradient, self.rank):
+                self.modules[f"add_{index}"] = AddToGradient(gradient.name)
+                self.graph.call_module(f"add_{index}", tuple(sums[gradient.name, stage] for stage in gradient.stages))
+        return messages if self.reductions is None else messages + self.reduce_shared_gradients(self.reductions)
+
+    def adds_up(self, gradient: SharedGradient, rank: int) -> bool:
+        return rank == gradient.holders[0] or self.reductions is None
+
+    def sums_of_stages(self) -> dict[tuple[str, int], fx.Node]:
         sums: dict[tuple[str, int], fx.Node] = {}
         for index, gradient in enumerate(self.shared):
             for stage in gradient.stages:
                 if self.placement[stage] == self.rank:
                     self.modules[f"sum_{index}_{stage}"] = PartialSum(gradient.name, stage)
                     sums[gradient.name, stage] = self.graph.call_module(f"sum_{index}_{stage}")
+        return sums
+
+    def send_sums(self, sums: dict[tuple[str, int], fx.Node]) -> list[Message]:
+        """Send this rank's sums to those that add them up, and receive theirs into `sums`."""
+        messages = {
+            (gradient.name, stage, target): Message(
+                f"{gradient.name}:{stage}>{target}", None, None, source, target, (gradient.name,), (gradient.layout,)
+            )
+            for gradient in self.shared
+            for stage in gradient.stages
+            for source in [self.placement[stage]]
+            for target in gradient.holders
+            if target != source and self.rank in (source, target) and self.adds_up(gradient, target)
+        }
+        for message in messages.values():
+            if message.target == self.rank:
+                self.graph.call_function(comm.post, (self.transport, message.key))
+        for (name, stage, _), message in messages.items():
+            if message.source == self.rank:
+                self.graph.call_function(comm.send, (self.transport, message.key, (sums[name, stage],)))
+        for (name, stage, _), message in messages.items():
+            if message.target == self.rank:
+                sums[name, stage] = self.receive_one(message)
+        return list(messages.values())
+
+    def reduce_shared_gradients(self, reductions: RankReductions) -> list[Message]:
+        """Sum over the replicas what this rank has added up, and hand it to the other holders."""
+        own = {gradient.name: gradient for gradient in self.shared if gradient.holders[0] == self.rank}
+        messages = [
+            Message(f"{g.name}>{target}", None, None, g.holders[0], target, (g.name,), (g.layout,))
+            for g in self.shared
+            for target in g.holders[1:]
+            if self.rank in (g.holders[0], target)
+        ]
         for message in messages:
             if message.target == self.rank:
                 self.graph.call_function(comm.post, (self.transport, message.key))
-        for message in messages:
-            if message.source == self.rank:
-                stage = int(message.key.rpartition(":")[2].partition(">")[0])
-                self.graph.call_function(comm.send, (self.transport, message.key, (sums[message.names[0], stage],)))
-        for message in messages:
+        buckets = [bucket for bucket in reductions.buckets if bucket.shared]
+        for bucket in buckets:
+            if bucket.key in own:
+                self.reduce(bucket)
+        for index, bucket in enumerate(buckets):
+            if bucket.key in own:
+                self.graph.call_function(comm.reduced, (self.transport, bucket.key))
+                for message in messages:
+                    if message.names == bucket.names and message.source == self.rank:
+                        self.modules[f"total_{index}"] = Gradient(bucket.key)
+                        total = self.graph.call_module(f"total_{index}")
+                        self.graph.call_function(comm.send, (self.transport, message.key, (total,)))
+        for index, message in enumerate(messages):
             if message.target == self.rank:
-                stage = int(message.key.rpartition(":")[2].partition(">")[0])
-                received = self.graph.call_function(comm.receive, (self.transport, message.key))
-                sums[message.names[0], stage] = self.graph.call_function(operator.getitem, (received, 0))
-        for index, gradient in enumerate(self.shared):
-            self.modules[f"add_{index}"] = AddToGradient(gradient.name)
-            self.graph.call_module(f"add_{index}", tuple(sums[gradient.name, stage] for stage in gradient.stages))
+                self.modules[f"add_{len(self.shared) + index}"] = AddToGradient(message.names[0])
+                self.graph.call_module(f"add_{len(self.shared) + index}", (self.receive_one(message),))
         return messages
+
+    def receive_one(self, message: Message) -> fx.Node:
+        received = self.graph.call_function(comm.receive, (self.transport, message.key))
+        return self.graph.call_function(operator.getitem, (received, 0))
 
     def unpack(self, node: fx.Node, items: Sequence[Item], microbatch: int) -> None:
         for index, item in enumerate(items):

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zbfx._torch import group_store
 from zbfx.errors import PipelineFault
+from zbfx.place import Place
 
 if TYPE_CHECKING:
     from zbfx.batch import TensorSpec
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 
 NCCL_BLOCKS = 2  # thread blocks per communicator: enough to hide a message behind an action
+NCCL_REDUCTION_BLOCKS = 8  # of a communicator that reduces gradients beside the last Ws
 FAULT_KEY = "fault"
 FAULT_GRACE = timedelta(seconds=3)  # how long a rank that lost a connection waits for the reason
 
@@ -38,7 +40,10 @@ class Microbatch(NamedTuple):
 
 
 class Transport(Protocol):
-    """Moves messages between the ranks of one pipeline; `key` names a message of the rank's program."""
+    """Moves messages between the ranks of a pipeline; `key` names a message of the rank's program, `name` the rank."""
+
+    @property
+    def name(self) -> str: ...
 
     def post(self, key: str) -> None: ...
 
@@ -49,6 +54,10 @@ class Transport(Protocol):
     def send(self, key: str, values: tuple[Tensor, ...]) -> None: ...
 
     def release(self, key: str) -> None: ...
+
+    def reduce(self, key: str, gradients: Tensor) -> None: ...
+
+    def reduced(self, key: str) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -75,6 +84,16 @@ def release(transport: Transport, key: str) -> None:
     transport.release(key)
 
 
+def reduce(transport: Transport, key: str, gradients: Tensor) -> None:
+    """Start to sum a flat tensor of gradients over the replicas, in place."""
+    transport.reduce(key, gradients)
+
+
+def reduced(transport: Transport, key: str) -> None:
+    """Wait until a sum over the replicas is there."""
+    transport.reduced(key)
+
+
 def laid_out(value: Tensor, layout: TensorLayout | TensorSpec) -> Tensor:
     """The value with the strides that the receiver's graph was traced with."""
     assert value.shape == layout.shape, (value.shape, layout)
@@ -93,8 +112,8 @@ def flat(value: Tensor) -> Tensor:
 class LocalTransport:
     """All ranks in one process: messages are left in a mailbox that the ranks share."""
 
-    def __init__(self, messages: Mapping[str, Message], mailbox: dict[str, tuple[Tensor, ...]]) -> None:
-        self.messages, self.mailbox = messages, mailbox
+    def __init__(self, name: str, messages: Mapping[str, Message], mailbox: dict[str, tuple[Tensor, ...]]) -> None:
+        self.name, self.messages, self.mailbox = name, messages, mailbox
 
     def post(self, key: str) -> None:
         """Nothing to do: the mailbox takes any message."""
@@ -112,6 +131,12 @@ class LocalTransport:
     def release(self, key: str) -> None:
         """Nothing to do: the mailbox holds what was sent."""
 
+    def reduce(self, key: str, gradients: Tensor) -> None:
+        """Nothing to do: one process runs one replica."""
+
+    def reduced(self, key: str) -> None:
+        """Nothing to do."""
+
     def finish(self) -> None:
         """Nothing is on its way once a program has ended."""
 
@@ -119,51 +144,79 @@ class LocalTransport:
         self.mailbox.clear()
 
 
-def new_group(ranks: Iterable[int], timeout: timedelta, device: torch.device) -> dist.ProcessGroup:
+def new_group(
+    processes: Iterable[int], timeout: timedelta, device: torch.device, blocks: int = NCCL_BLOCKS
+) -> dist.ProcessGroup:
     """A process group; every process of the world calls this, member or not.
 
     A receive that waits keeps its thread blocks spinning on the device: NCCL gets few of them, and a stream whose
     kernels start ahead of queued compute.
     """
     if device.type != "cuda":
-        return dist.new_group(sorted(ranks), timeout=timeout)
+        return dist.new_group(sorted(processes), timeout=timeout, backend="gloo")
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = NCCL_BLOCKS
-    return dist.new_group(sorted(ranks), timeout=timeout, backend="nccl", pg_options=options)
+    options.config.max_ctas = blocks
+    return dist.new_group(sorted(processes), timeout=timeout, backend="nccl", pg_options=options)
 
 
 class Channels:
-    """The process groups of one pipeline: one for each direction of each pair of ranks, and one of all ranks.
+    """The process groups of one pipeline: one for each direction of each pair of ranks, one of all its ranks, and,
+    where it has replicas, one of all processes of all replicas (`family`) and one of this rank's in each (`peers`).
 
-    The pipeline's ranks are the world's. `open` creates and warms the groups of the pairs, by every rank in the same
-    order: communicators that are created lazily, inside a running pipeline, deadlock as soon as receives are posted
-    ahead.
+    Every process of the world creates the groups of all pipelines, in one order. `open` creates and warms the groups
+    of the pairs, by every rank in the same order: communicators that are created lazily, inside a running pipeline,
+    deadlock as soon as receives are posted ahead.
     """
 
-    def __init__(self, rank: int, device: torch.device, timeout: timedelta) -> None:
-        self.rank, self.device, self.timeout = rank, device, timeout
-        self.group: dist.ProcessGroup | None = new_group(range(dist.get_world_size()), timeout, device)
-        self.store = group_store(self.group)
+    def __init__(self, place: Place, device: torch.device, timeout: timedelta) -> None:
+        self.place, self.device, self.timeout = place, device, timeout
+        self.group = self.own_group(place.pipelines())
+        self.family, self.peers, self.control = self.group, None, None
+        if len(place.replicas) > 1:
+            self.family = self.own_group(p for family in place.families for p in [[d for r in family for d in r]])
+            lines = [line for family in place.families for line in zip(*family, strict=True)]
+            self.peers = self.own_group(lines, NCCL_REDUCTION_BLOCKS)
+            self.control = self.own_group(lines, device=torch.device("cpu"))
+            self.sum_over_replicas(torch.zeros(1, device=device)).wait()
+        self.store = group_store(self.family)
         self.pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
         self.opened: set[tuple[int, int]] = set()  # of all ranks, the same on each
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def name(self) -> str:
+        return self.place.name
+
+    def own_group(
+        self, parties: Iterable[Iterable[int]], blocks: int = NCCL_BLOCKS, device: torch.device | None = None
+    ) -> Any:
+        """Create the group of each party, all processes alike; returns that of this process, None if it has none."""
+        own = None
+        for party in map(sorted, parties):
+            group = new_group(party, self.timeout, device or self.device, blocks)
+            own = group if dist.get_rank() in party else own
+        return own
 
     def open(self, pairs: Collection[tuple[int, int]]) -> None:
         """Open a channel for each (source, target) that has none; the ranks must agree on `pairs`, or they wait for
         each other."""
         for source, target in sorted(set(pairs) - self.opened):
             self.opened.add((source, target))
-            group = new_group((source, target), self.timeout, self.device)
+            group = self.own_group((pipeline[source], pipeline[target]) for pipeline in self.place.pipelines())
             if self.rank in (source, target):
                 self.pairs[source, target] = group
                 self.copy(torch.zeros(1, device=self.device), source, target)
 
     def isend(self, value: Tensor, target: int) -> dist.Work:
-        work = dist.isend(value, dst=target, group=self.pairs[self.rank, target])
+        work = dist.isend(value, dst=self.place.processes[target], group=self.pairs[self.rank, target])
         assert work is not None, "this process is one of the two"
         return work
 
     def irecv(self, value: Tensor, source: int) -> dist.Work:
-        work = dist.irecv(value, src=source, group=self.pairs[source, self.rank])
+        work = dist.irecv(value, src=self.place.processes[source], group=self.pairs[source, self.rank])
         assert work is not None, "this process is one of the two"
         return work
 
@@ -172,43 +225,77 @@ class Channels:
         (self.isend(value, target) if self.rank == source else self.irecv(value, source)).wait()
 
     def broadcast(self, value: Tensor, source: int) -> None:
-        dist.broadcast(value, src=source, group=self.group)
+        """Rank `source`'s value on every rank of this pipeline."""
+        dist.broadcast(value, src=self.place.processes[source], group=self.group)
+
+    def sum_over_replicas(self, value: Tensor) -> dist.Work:
+        """Start to sum a value of this rank over the replicas, in place."""
+        work: dist.Work | None = dist.all_reduce(value, group=self.peers, async_op=True)
+        assert work is not None, "this process is a member"
+        return work
+
+    def from_replicas(self, value: Tensor) -> Tensor:
+        """This rank's value in every replica, stacked along a new first dimension."""
+        values = [torch.empty_like(value) for _ in self.place.replicas]
+        dist.all_gather(values, value, group=self.peers)
+        return torch.stack(values)
+
+    def from_first_replica(self, value: Tensor) -> Tensor:
+        """This rank's value in replica 0."""
+        value = value.clone()
+        dist.broadcast(value, src=self.place.peers[0], group=self.peers)
+        return value
 
     def barrier(self) -> None:
-        """Wait until every rank's device has come this far."""
-        for source in range(dist.get_world_size()):
-            self.broadcast(torch.zeros(1, device=self.device), source)
+        """Wait until every rank's device has come this far, in all replicas."""
+        for process in (process for replica in self.place.replicas for process in replica):
+            dist.broadcast(torch.zeros(1, device=self.device), src=process, group=self.family)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def gather(self, value: object) -> list[object]:
-        """The picklable value of every rank, in order, on every rank."""
-        values: list[object] = [None] * dist.get_world_size()
+    def gather(self, value: object) -> list[Any]:
+        """The picklable value of every rank of every replica, in order, on every one."""
+        values: list[Any] = [None] * dist.get_world_size(self.family)
+        dist.all_gather_object(values, value, group=self.family)
+        return values
+
+    def gather_ranks(self, value: object) -> list[Any]:
+        """The same over the ranks of this pipeline alone."""
+        values: list[Any] = [None] * len(self.place.processes)
         dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def gather_peers(self, value: object) -> list[Any]:
+        """The picklable value of this rank in every replica; goes round the device."""
+        if self.control is None:
+            return [value]
+        values: list[Any] = [None] * len(self.place.peers)
+        dist.all_gather_object(values, value, group=self.control)
         return values
 
     def refused_by_all(self, step: int) -> bool:
         """Called by a rank that refuses its batch: whether all ranks do, within a few seconds."""
         key = f"refused {step}"
-        world = dist.get_world_size()
+        everyone = len(self.place.names())
         deadline = time.monotonic() + FAULT_GRACE.total_seconds()
         refusals = self.store.add(key, 1)
-        while refusals < world and time.monotonic() < deadline:
+        while refusals < everyone and time.monotonic() < deadline:
             time.sleep(0.02)
             refusals = self.store.add(key, 0)
-        return refusals >= world
+        return refusals >= everyone
 
     def fail(self, error: BaseException) -> str:
         """Tell the other ranks why this one fails, or learn why they do, and close all connections: ranks that wait
         for this one fail at once. Returns the first failure of all ranks."""
         first = self.first_fault(
-            str(error) if isinstance(error, PipelineFault) else f"rank {self.rank}: {type(error).__name__}: {error}"
+            str(error) if isinstance(error, PipelineFault) else f"{self.name}: {type(error).__name__}: {error}"
         )
         traceback.clear_frames(error.__traceback__)  # pending operations in their locals keep connections open
-        for group in (*self.pairs.values(), self.group):
+        groups = [*self.pairs.values(), self.group, self.peers, self.control, self.family]
+        for group in dict.fromkeys(group for group in groups if group is not None):
             dist.destroy_process_group(group)
         self.pairs.clear()
-        self.group = None
+        self.group = self.family = self.peers = self.control = None
         return first
 
     def first_fault(self, own: str) -> str:
@@ -231,6 +318,11 @@ class GroupTransport:
     channels: Channels
     posted: dict[str, tuple[list[dist.Work], tuple[Tensor, ...]]] = field(default_factory=dict)
     sent: dict[str, list[tuple[dist.Work, Tensor]]] = field(default_factory=dict)
+    reducing: dict[str, dist.Work] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.channels.name
 
     def post(self, key: str) -> None:
         message = self.messages[key]
@@ -247,7 +339,7 @@ class GroupTransport:
     def receive(self, key: str) -> tuple[Tensor, ...]:
         works, values = self.posted.pop(key)
         for work in works:
-            self.wait(work, key, "from", self.messages[key].source)
+            self.wait(work, f"message {key} from rank {self.messages[key].source}")
         return values
 
     def send(self, key: str, values: tuple[Tensor, ...]) -> None:
@@ -257,23 +349,29 @@ class GroupTransport:
 
     def release(self, key: str) -> None:
         for work, _ in self.sent.pop(key):
-            self.wait(work, key, "to", self.messages[key].target)
+            self.wait(work, f"message {key} to rank {self.messages[key].target}")
+
+    def reduce(self, key: str, gradients: Tensor) -> None:
+        self.reducing[key] = self.channels.sum_over_replicas(gradients)
+
+    def reduced(self, key: str) -> None:
+        self.wait(self.reducing.pop(key), f"the sum of {key} over the replicas, of which one")
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
         for key in list(self.sent):
             self.release(key)
 
-    def wait(self, work: dist.Work, key: str, direction: str, peer: int) -> None:
+    def wait(self, work: dist.Work, what: str) -> None:
         try:
             work.wait()
         except RuntimeError as error:
             raise PipelineFault(
-                f"rank {self.channels.rank}: waiting for message {key} {direction} rank {peer}, which is lost, or "
-                f"slower than the timeout: {error}"
+                f"{self.name}: waiting for {what}, which is lost, or slower than the timeout: {error}"
             ) from error
 
     def drop(self) -> None:
         """Forget what is on its way, after a failure."""
         self.posted.clear()
         self.sent.clear()
+        self.reducing.clear()

@@ -18,18 +18,27 @@ if TYPE_CHECKING:
 
 @dataclass
 class Engine:
-    """The runners of the ranks in this process. `loss_gradient` is rewritten before each run; `captured` belongs to
-    the backend; `runs` counts."""
+    """The runners of the ranks in this process. `loss_gradient` is rewritten before each run; `channels` lead to the
+    other ranks and replicas, if any; `captured` belongs to the backend; `runs` counts."""
 
     pipe: Pipeline
     runners: Sequence[RankRunner]
     loss_gradient: Tensor
+    channels: comm.Channels | None = None
     captured: Any = None
     runs: int = 0
 
     @classmethod
-    def of(cls, pipe: Pipeline, runners: Sequence[RankRunner]) -> Engine:
-        return cls(pipe, runners, torch.zeros((), dtype=pipe.reduction.dtype, device=pipe.device))
+    def of(cls, pipe: Pipeline, runners: Sequence[RankRunner], channels: comm.Channels | None = None) -> Engine:
+        return cls(pipe, runners, torch.zeros((), dtype=pipe.reduction.dtype, device=pipe.device), channels)
+
+    @property
+    def replica(self) -> int:
+        return self.channels.place.replica if self.channels else 0
+
+    @property
+    def replicas(self) -> int:
+        return len(self.channels.place.replicas) if self.channels else 1
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -42,15 +51,26 @@ class Engine:
         """Set the gradient that each backward starts from."""
         names = [spec.name for spec in self.pipe.signature.tensors]
         named = [dict(zip(names, row, strict=True)) for row in rows]
-        self.loss_gradient.copy_(self.pipe.reduction.gradient(named))
+        tokens = self.pipe.reduction.tokens(named)
+        if tokens is not None and self.channels and self.replicas > 1:
+            tokens = tokens.to(self.pipe.device)
+            self.channels.sum_over_replicas(tokens).wait()
+        self.loss_gradient.copy_(self.pipe.reduction.gradient(tokens, self.replicas))
+
+    def loss(self, losses: Sequence[Tensor]) -> Tensor:
+        """The loss of the batch over all replicas, from those of this one's microbatches: on the rank that has them."""
+        if self.channels and self.replicas > 1:
+            losses = self.channels.from_replicas(torch.stack(list(losses))).flatten().unbind()
+        return self.pipe.reduction.combine(losses, self.loss_gradient)
 
     def inputs(self, rows: Sequence[Sequence[Tensor]], runner: RankRunner, seed: int) -> list[comm.Microbatch]:
         """The microbatches with the tensors that a rank reads, on its device, with the strides of the trace."""
         specs, device, names = self.pipe.signature.tensors, self.pipe.device, runner.input_names
+        first = self.replica * len(rows)  # random numbers are those of one process with the batches of all replicas
         return [
             comm.Microbatch(
                 {s.name: comm.laid_out(t.to(device), s) for s, t in zip(specs, row, strict=True) if s.name in names},
-                rng.mix(seed, index),
+                rng.mix(seed, first + index),
             )
             for index, row in enumerate(rows)
         ]
@@ -83,16 +103,18 @@ def local_engine(pipe: Pipeline, tensors: Tensors) -> Engine:
     runners = []
     for program in pipe.programs:
         adds = {gradient.name for gradient in pipe.shared_gradients if gradient.holders[0] == program.rank}
-        runners.append(RankRunner(program, tensors, comm.LocalTransport(program.messages, mailbox), adds))
+        runners.append(
+            RankRunner(program, tensors, comm.LocalTransport(f"rank {program.rank}", program.messages, mailbox), adds)
+        )
     return Engine.of(pipe, runners)
 
 
 def rank_engine(pipe: Pipeline, tensors: Tensors, channels: comm.Channels) -> Engine:
     """One rank, whose messages go over `channels` (opened by whoever calls this on every rank)."""
-    program = pipe.programs[channels.rank]
+    program = pipe.programs[channels.place.rank]
     transport = comm.GroupTransport(program.messages, channels)
     adds = {gradient.name for gradient in pipe.shared_gradients}
-    return Engine.of(pipe, [RankRunner(program, tensors, transport, adds)])
+    return Engine.of(pipe, [RankRunner(program, tensors, transport, adds)], channels)
 
 
 def message_pairs(pipe: Pipeline) -> set[tuple[int, int]]:

@@ -39,15 +39,18 @@ class Reduction:
         loss = next(v for v, p in zip(joint.output_values, joint.outputs, strict=True) if p.role is Role.LOSS)
         return cls(name, microbatches, loss.meta["val"].dtype, joint.count)
 
-    def gradient(self, rows: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """The gradient of the batch's loss by each microbatch's loss; `rows` are the microbatches' tensors."""
-        if self.count is not None:
-            total = torch.stack([self.count(row).double() for row in rows]).sum()
-            return torch.where(total > 0, 1.0 / total, 0.0).to(self.dtype)
-        return torch.tensor(1.0 / self.microbatches if self.name == "mean" else 1.0, dtype=self.dtype)
+    def tokens(self, rows: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
+        """The count of a batch, a float64 scalar; `rows` are its microbatches' tensors. None: losses have no count."""
+        return None if self.count is None else torch.stack([self.count(row).double() for row in rows]).sum()
+
+    def gradient(self, tokens: Tensor | None, replicas: int = 1) -> Tensor:
+        """The gradient of the batch's loss by each microbatch's loss; `tokens` counts the batches of all replicas."""
+        if tokens is not None:
+            return torch.where(tokens > 0, 1.0 / tokens, 0.0).to(self.dtype)
+        return torch.tensor(1.0 / (self.microbatches * replicas) if self.name == "mean" else 1.0, dtype=self.dtype)
 
     def combine(self, losses: Sequence[Tensor], gradient: Tensor) -> Tensor:
-        """The batch's loss, a scalar."""
+        """The batch's loss, a scalar, from those of the microbatches of all replicas."""
         if self.name == "mean" and self.count is None:
             return torch.stack(list(losses)).mean()
         return torch.stack(list(losses)).sum() * gradient

@@ -169,14 +169,16 @@ def measured_costs(
     """The cost table of these stages: phases timed as `compiled` runs them, each by the rank that will, all at once;
     edges timed as messages between their ranks. Bytes come from the graphs."""
     table = estimate(stages, placement, hardware)
-    distributed = dist.is_initialized() and dist.get_world_size() == max(placement) + 1
-    own = [s for s in stages if not distributed or placement[s.index] == dist.get_rank()]
+    ranks = max(placement) + 1
+    # With several replicas the first `ranks` processes measure for all; the others put the same load on the machine.
+    distributed = dist.is_initialized() and dist.get_world_size() % ranks == 0
+    own = [s for s in stages if not distributed or placement[s.index] == dist.get_rank() % ranks]
     costs: dict[int, StageCost] = {s.index: measured_stage(s, table.stages[s.index], device, compiled) for s in own}
     if not distributed:
         return replace(table, stages=tuple(costs[s.index] for s in stages))
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, costs)
-    merged = {index: cost for found in gathered for index, cost in found.items()}
+    merged = {index: cost for found in gathered[:ranks] for index, cost in found.items()}
     edges = tuple(measured_edge(edge, stages, placement, device) for edge in table.edges)
     return replace(table, stages=tuple(merged[s.index] for s in stages), edges=edges)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zbfx import comm, cost, measure
 from zbfx.arguments import (
@@ -27,7 +28,7 @@ from zbfx.arguments import (
 )
 from zbfx.backends import CapturedStep, checked_backend, phase_compiler
 from zbfx.batch import Signature
-from zbfx.bind import agree, checked_rank, move_to
+from zbfx.bind import agree, move_to, refuse_other_values
 from zbfx.codegen import Program, generate
 from zbfx.engine import local_engine, message_pairs, rank_engine
 from zbfx.errors import ZbfxError
@@ -39,7 +40,10 @@ from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.extract import extract
 from zbfx.passes.partition import partition
 from zbfx.passes.split import split, unsplit_notes
+from zbfx.place import Place, find_place
 from zbfx.plan import CostTable, Schedule
+from zbfx.reductions import RankReductions
+from zbfx.replicas import replicated
 from zbfx.run import Tensors
 from zbfx.schedule import plan
 from zbfx.step import LocalStep, RankStep, StepOptions
@@ -153,6 +157,7 @@ class Pipeline:
     device: torch.device
     backend: str
     mem_limit: Any
+    reductions: tuple[RankReductions, ...] = ()  # per rank, what is summed over replicas; (): there is one
 
     @property
     def loss_rank(self) -> int:
@@ -183,9 +188,14 @@ class Pipeline:
         move_to(engine.runners, self.device)
         return LocalStep(engine, options)
 
+    def replicated(self, replicas: int) -> Pipeline:
+        """This pipeline as one of several replicas, with gradients summed over them: what `bind` with a mesh runs."""
+        whole_number("replicas", replicas, "how many pipelines train on different data")
+        return replicated(self, replicas)
+
     def bind(
         self,
-        rank: int | None = None,
+        rank_or_mesh: int | DeviceMesh | None = None,
         *,
         timeout_s: float = 600.0,
         seed: int | None = None,
@@ -194,28 +204,44 @@ class Pipeline:
     ) -> RankStep:
         """This process's part of the pipeline, over torch.distributed (call `init_process_group` first).
 
-        The pipeline's ranks are the processes of torch.distributed; `rank`, if given, must be this process's. Moves
-        the parameters of this rank's stages to the pipeline's device, checks that all ranks hold the same plan,
-        creates and warms the communicators, and makes parameters that several ranks hold equal. `timeout_s` bounds
-        every wait for another rank. `seed` fixes the random numbers; by default they follow rank 0's
-        `torch.manual_seed`. `on_nonfinite` (one verdict for all ranks) and `on_new_shape` as in `run_local`.
+        The pipeline's ranks are the processes of torch.distributed; a rank, if given, must be this process's. A
+        `DeviceMesh` of all processes with the dimensions ("dp", "pp") makes replicas of the pipeline: each gets a batch
+        of its own, loss and gradients are those of one process with the batches of all (appendix A of the paper), and
+        so are the random numbers. Pipelines along any other dimension of the mesh train apart.
 
-        Raises `ZbfxError` if torch.distributed is not initialised, has another number of ranks, or plans differ.
+        Moves the parameters of this rank's stages to the pipeline's device, checks that all ranks hold the same plan
+        and all replicas the same values, creates and warms the communicators, and makes parameters that several ranks
+        hold equal. `timeout_s` bounds every wait for another rank. `seed` fixes the random numbers; by default they
+        follow rank 0's `torch.manual_seed`. `on_nonfinite` (one verdict for all ranks) and `on_new_shape` as in
+        `run_local`.
+
+        Raises `ZbfxError` if torch.distributed is not initialised, has another number of ranks, or if plans or the
+        values of replicas differ.
         """
-        rank = checked_rank(len(self.programs), rank)
-        options = StepOptions(torch.initial_seed() if seed is None else seed, on_nonfinite, on_new_shape)
-        channels, tensors = comm.Channels(rank, self.device, timedelta(seconds=timeout_s)), self.tensors()
+        place = find_place(len(self.programs), rank_or_mesh)
+        return replicated(self, len(place.replicas)).bind_at(
+            place,
+            StepOptions(torch.initial_seed() if seed is None else seed, on_nonfinite, on_new_shape),
+            timedelta(seconds=timeout_s),
+        )
+
+    def bind_at(self, place: Place, options: StepOptions, timeout: timedelta) -> RankStep:
+        """`bind`, once it is known where this process stands. Collective over all processes."""
+        channels, tensors = comm.Channels(place, self.device, timeout), self.tensors()
         engine = rank_engine(self, tensors, channels)
+        runner = engine.runners[0]
         agree(channels, self.digest(), partial(move_to, engine.runners, self.device))
         holders = parameter_holders(self.stages, self.schedule.costs.placement)
         copies = [(name, first, other) for name, (first, *others) in holders.items() for other in others]
         channels.open(message_pairs(self) | {(first, other) for _, first, other in copies})
         for name, first, other in copies:
-            if rank in (first, other):
+            if place.rank in (first, other):
                 channels.copy(tensors.named[name].detach(), first, other)
-        options = replace(options, seed=int(str(channels.gather(options.seed)[0])))
+        if len(place.replicas) > 1:
+            refuse_other_values(channels, {name: tensors.named[name] for name in sorted(runner.tensor_names)})
+        options = replace(options, seed=int(channels.gather(options.seed)[0]))
         compiled = phase_compiler(self.backend)
-        for call in engine.runners[0].calls:
+        for call in runner.calls:
             call.run = compiled(call.phase)
         step_type = CapturedStep if self.backend.startswith("cudagraph") else RankStep
         return step_type(engine, options, channels, tensors)

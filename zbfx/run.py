@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from zbfx import comm
-from zbfx.codegen import AddToGradient, PartialSum, PhaseCall, Program
+from zbfx.codegen import AddToGradient, Gradient, GradientBucket, PartialSum, PhaseCall, Program
 from zbfx.errors import PipelineFault
+from zbfx.flat import FlatGradients
 from zbfx.graphs import Role
 from zbfx.timeline import Recorder
 
@@ -40,6 +41,9 @@ class RankRunner:
         self.calls = [m for m in modules if isinstance(m, PhaseCall)]
         self.sums = [m for m in modules if isinstance(m, PartialSum)]
         self.additions = [m for m in modules if isinstance(m, AddToGradient)]
+        self.totals = [m for m in modules if isinstance(m, Gradient)]
+        self.buckets = [m for m in modules if isinstance(m, GradientBucket)]
+        self.flat: FlatGradients | None = None  # where gradients are summed over replicas
         self.nodes = list(program.module.graph.nodes)
         self.dying = dying_values(self.nodes)
         self.recorder: Recorder | None = None
@@ -72,7 +76,7 @@ class RankRunner:
     def start(self, loss_gradient: Tensor) -> None:
         """Bind every phase to the tensors of this step; gradients start from `.grad`, or from zero."""
         partial_sums = self.start_gradients()
-        shared = {addition.name for addition in self.additions}
+        shared = {name for name, _ in partial_sums}
         for call in self.calls:
             stage = call.phase.stage
             call.ports = [self.port_tensor(port.role, port.name, loss_gradient) for port in call.phase.ports]
@@ -86,7 +90,11 @@ class RankRunner:
             if module.tensor is None:
                 module.tensor = torch.empty_like(self.tensors.named[module.name], requires_grad=False)
             module.tensor.zero_()
-        shared = {addition.name for addition in self.additions}
+        if self.program.buckets:
+            self.flatten_gradients().start()
+        shared = {module.name for module in (*self.additions, *self.sums)}
+        for total in self.totals:
+            total.tensor = self.gradient(total.name)
         for addition in self.additions:
             addition.tensor = self.gradient(addition.name) if addition.name in self.adds else None
         for call in self.calls:
@@ -94,6 +102,20 @@ class RankRunner:
                 if name not in shared:
                     self.gradient(name)
         return {(module.name, module.stage): module.tensor for module in self.sums if module.tensor is not None}
+
+    def flatten_gradients(self) -> FlatGradients:
+        if self.flat is None:
+            # Ranks of one process share the tensors: one of them holds a shared gradient.
+            own = [b for b in self.program.buckets if not b.shared or b.key in self.adds]
+            self.flat = FlatGradients(own, self.tensors.named)
+        for module in self.buckets:
+            module.tensor = self.flat.flat[module.bucket.key]
+        return self.flat
+
+    def finish_gradients(self) -> None:
+        """After the program: `.grad` is what it was before the step and the step's sum over the replicas."""
+        if self.flat is not None and self.program.buckets:
+            self.flat.finish()
 
     def port_tensor(self, role: Role, name: str, loss_gradient: Tensor) -> Tensor | str:
         if role is Role.INPUT:
@@ -105,6 +127,8 @@ class RankRunner:
     def gradient(self, name: str) -> Tensor:
         """The tensor that a parameter's gradient is added to: its `.grad`, from zero if it has none."""
         parameter = self.tensors.named[name]
+        if self.flat is not None and name in self.flat.views:
+            return self.flat.views[name]
         if self.keep_gradients:
             kept = self.kept.get(name)
             if kept is None:
@@ -161,7 +185,7 @@ class RankRunner:
             if action is None:
                 raise
             raise PipelineFault(
-                f"rank {self.program.rank}, step {step}, action {action} (stage {action.stage}, microbatch "
+                f"{self.transport.name}, step {step}, action {action} (stage {action.stage}, microbatch "
                 f"{action.microbatch}): {type(error).__name__}: {error}"
             ) from error
 

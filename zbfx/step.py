@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,8 @@ from zbfx.verdict import checked_choice, problems, settle, snapshot
 
 if TYPE_CHECKING:
     from zbfx.pipeline import Pipeline
+
+Batch = tuple[Engine, Sequence[Sequence[Tensor]]]  # what runs a call, and the tensors of its microbatches
 
 NEW_SHAPES = ("refuse", "recompile")
 
@@ -69,17 +72,23 @@ class Step(ABC):
         return iter(self.engine.parameters.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.train(*self.admit(partial(self.batch, args, kwargs)))
+
+    def batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         self.check_flags()
         engine = self.engine_for(args, kwargs, self.microbatches, evaluation=False)
-        return self.train(engine, engine.pipe.signature.split(args, kwargs, self.microbatches))
+        return engine, engine.pipe.signature.split(args, kwargs, self.microbatches)
 
     def run_split(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Tensor:
         """One step from microbatches that are cut already: (positional, keyword) arguments of each."""
+        return self.train(*self.admit(partial(self.split_batch, batches)))
+
+    def split_batch(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Batch:
         if len(batches) != self.microbatches:
             raise InputError(f"expected {self.microbatches} microbatches, found {len(batches)}")
         self.check_flags()
         signature = self.engine.pipe.signature
-        return self.train(self.engine, [signature.split(args, kwargs, 1)[0] for args, kwargs in batches])
+        return self.engine, [signature.split(args, kwargs, 1)[0] for args, kwargs in batches]
 
     def check_flags(self) -> None:
         pipe = self.engine.pipe
@@ -89,7 +98,6 @@ class Step(ABC):
     def train(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         """The graphs hold their gradients and casts: neither autograd nor an autocast around the step adds any."""
         with torch.no_grad(), torch.autocast(engine.pipe.device.type, enabled=False):
-            engine.weigh(rows)
             if self.options.on_nonfinite == "keep":
                 return self.run(engine, rows)
             before = snapshot(engine.parameters)
@@ -100,12 +108,18 @@ class Step(ABC):
     def evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of a batch in eval mode: no gradients, no activations kept. The batch has any whole number of
         microbatches."""
+        engine, rows = self.admit(partial(self.evaluation_batch, args, kwargs))
+        with torch.no_grad(), torch.autocast(engine.pipe.device.type, enabled=False):
+            return self.run(engine, rows)
+
+    def evaluation_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         count = self.engine.pipe.signature.microbatches_in(args, kwargs)
         engine = self.engine_for(args, kwargs, count or self.microbatches, evaluation=True)
-        rows = engine.pipe.signature.split(args, kwargs, engine.pipe.reduction.microbatches)
-        with torch.no_grad(), torch.autocast(engine.pipe.device.type, enabled=False):
-            engine.weigh(rows)
-            return self.run(engine, rows)
+        return engine, engine.pipe.signature.split(args, kwargs, engine.pipe.reduction.microbatches)
+
+    def admit(self, take: Callable[[], Batch]) -> Batch:
+        """The engine and microbatches of a call, once all replicas have one like it."""
+        return take()
 
     def engine_for(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, *, evaluation: bool
@@ -146,15 +160,18 @@ class LocalStep(Step):
         return local_engine(pipe, self.engine.runners[0].tensors)
 
     def run(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
+        engine.weigh(rows)
         for runner in engine.runners:
             runner.start(engine.loss_gradient)
         self.losses = engine.run(rows, self.seed_of_step(), self.count)
+        for runner in engine.runners:
+            runner.finish_gradients()
         self.count += 1
-        return engine.pipe.reduction.combine(self.losses, engine.loss_gradient)
+        return engine.loss(self.losses)
 
     def problems(self, engine: Engine) -> list[str]:
-        found = problems(0, self.losses, {})
-        return found + [bad for runner in engine.runners for bad in problems(runner.rank, (), runner.parameters)]
+        found = problems("this process", self.losses, {})
+        return found + [bad for r in engine.runners for bad in problems(f"rank {r.rank}", (), r.parameters)]
 
 
 class RankStep(Step):
@@ -169,9 +186,12 @@ class RankStep(Step):
         self.fault: str | None = None
         self.refusals = 0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def admit(self, take: Callable[[], Batch]) -> Batch:
+        """Before the first send: what one replica refuses, all refuse, and all have batches of the same shapes."""
         try:
-            return super().__call__(*args, **kwargs)
+            if self.channels.control is None or self.fault is not None:
+                return take()
+            return self.admit_together(take)
         except InputError as error:
             self.refusals += 1
             if self.fault is None and not self.channels.refused_by_all(self.refusals):
@@ -180,9 +200,37 @@ class RankStep(Step):
                 self.fault = self.channels.fail(error)
             raise
 
+    def admit_together(self, take: Callable[[], Batch]) -> Batch:
+        batch, refusal = None, None
+        try:
+            batch = take()
+        except InputError as error:
+            refusal = error
+        own = None if batch is None else [len(batch[1]), *(tuple(tensor.shape) for tensor in batch[1][0])]
+        try:
+            everywhere = self.channels.gather_peers((own, str(refusal)))
+        except RuntimeError as error:
+            lost = f"{self.channels.name}: waiting for the other replicas' batches, of which one is lost, or slower"
+            self.fault = self.channels.fail(PipelineFault(f"{lost} than the timeout: {error}"))
+            raise PipelineFault(self.fault) from error
+        if refusal is not None:
+            raise refusal
+        for replica, (shapes, text) in enumerate(everywhere):
+            if shapes is None:
+                raise InputError(f"replica {replica} refused its batch: {text}")
+            if shapes != own:
+                raise InputError(
+                    f"all replicas take batches of the same shapes; found (microbatches, shapes of one) {own} in "
+                    f"replica {self.channels.place.replica}, {shapes} in replica {replica}"
+                )
+        assert batch is not None, "refused above"
+        return batch
+
     def build(self, pipe: Pipeline) -> Engine:
         self.channels.open(message_pairs(pipe))
-        return rank_engine(pipe, self.tensors, self.channels)
+        engine = rank_engine(pipe, self.tensors, self.channels)
+        engine.runners[0].flat = self.engine.runners[0].flat  # one set of flat gradients for all shapes
+        return engine
 
     def run(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         if self.fault is not None:
@@ -190,7 +238,9 @@ class RankStep(Step):
                 f"this pipeline has failed before and cannot go on; bind it again. It failed with: {self.fault}"
             )
         try:
+            engine.weigh(rows)
             loss = self.execute(engine, rows)
+            engine.runners[0].finish_gradients()
         except BaseException as error:
             engine.runners[0].transport.drop()
             self.fault = self.channels.fail(error)
@@ -202,7 +252,7 @@ class RankStep(Step):
         return loss
 
     def problems(self, engine: Engine) -> list[str]:
-        own = problems(self.channels.rank, self.losses, engine.parameters)
+        own = problems(self.channels.name, self.losses, engine.parameters)
         everywhere: list[Any] = self.channels.gather(own)
         return sorted((found for rank in everywhere for found in rank), key=lambda text: "gradient" in text)
 
@@ -213,7 +263,7 @@ class RankStep(Step):
             self.channels.barrier()
             recorder.begin()
             self(*args, **kwargs)
-            spans: list[Any] = self.channels.gather(tuple(recorder.spans()))
+            spans = self.channels.gather_ranks(tuple(recorder.spans()))
         finally:
             self.engine.runners[0].recorder = None
         return Profile(self.engine.pipe.schedule, tuple(spans))
@@ -227,7 +277,7 @@ class RankStep(Step):
         pipe = engine.pipe
         self.losses = engine.run(rows, self.seed_of_step(), self.count)
         if self.losses:
-            loss = pipe.reduction.combine(self.losses, engine.loss_gradient)
+            loss = engine.loss(self.losses)
         else:
             loss = torch.zeros((), dtype=pipe.reduction.dtype, device=pipe.device)
         self.channels.broadcast(loss, pipe.loss_rank)

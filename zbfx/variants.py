@@ -50,6 +50,7 @@ def variant(
     else:
         schedule = plan(table, microbatches, schedule=pipe.schedule, mem_limit=pipe.mem_limit)
     refuse_moved_parameters(pipe.stages, stages, placement)
+    reductions = () if evaluation else tuple(found.whole() for found in pipe.reductions)
     return replace(
         pipe,
         signature=signature,
@@ -58,7 +59,8 @@ def variant(
         joint=raw,
         stages=stages,
         schedule=schedule,
-        programs=generate(stages, schedule),
+        programs=generate(stages, schedule, reductions),
+        reductions=reductions,
     )
 
 

@@ -28,12 +28,12 @@ def snapshot(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]
     return {name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()}
 
 
-def problems(rank: int, losses: Sequence[Tensor], parameters: Mapping[str, nn.Parameter]) -> list[str]:
+def problems(rank: str, losses: Sequence[Tensor], parameters: Mapping[str, nn.Parameter]) -> list[str]:
     """What is not finite on this rank: losses by microbatch, gradients by parameter."""
     bad = [f"the loss of microbatch {k} is {float(loss)}" for k, loss in enumerate(losses) if not torch.isfinite(loss)]
     for name, parameter in parameters.items():
         if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
-            bad.append(f"the gradient of {name} is not finite on rank {rank}")
+            bad.append(f"the gradient of {name} is not finite on {rank}")
     return bad
 
 

@@ -1,0 +1,187 @@
+"""Replicas of pipelines over gloo, for test_replicas.py: `python -m tests.replicas <world size> <scenario> <folder>`.
+
+Everything is compiled once, before the processes fork. `python -m tests.replicas 4 sweep` trains the models under every
+schedule as 2 x 2, 8 as 2 x 4, and prints the largest differences from one process.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import zbfx
+from tests.models import Maker, Problem, gpt, gpt2, mlp
+from tests.reference import compiled, loss_of, relative_error
+from tests.worker import main, refusal
+
+M = 3  # microbatches of a replica
+STEPS = 20
+Compiled = dict[str, tuple[Problem, zbfx.Pipeline]]  # by name: the problem of all replicas, the pipeline of one
+
+
+def mesh_of(replicas: int, ranks: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("dp", "pp"))
+
+
+def part(problem: Problem, replica: int, replicas: int) -> Problem:
+    """The batch of one replica."""
+
+    def own(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(tensor.chunk(replicas)[replica] for tensor in tensors)
+
+    return replace(problem, inputs=own(problem.inputs), targets=own(problem.targets))
+
+
+def pipelines(replicas: int, ranks: int, make: Maker, schedules: Iterable[str], **options: Any) -> Compiled:
+    found = {}
+    for schedule in schedules:
+        whole = make(M * replicas)
+        pipe = compiled(part(whole, 0, replicas), ranks, M, schedule=schedule, **options)
+        found[f"{make.__name__} {schedule}"] = (whole, pipe)
+    return found
+
+
+def train(
+    problem: Problem, step: Callable[..., Tensor], parameters: Iterable[nn.Parameter], steps: int = STEPS
+) -> list[float]:
+    """Losses of so many steps, each on the batch rolled by one more row."""
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    losses = []
+    for count in range(steps):
+        optimizer.zero_grad()
+        inputs, targets = (tuple(t.roll(count, 0) for t in group) for group in (problem.inputs, problem.targets))
+        losses.append(step(*inputs, *targets).item())
+        optimizer.step()
+    return losses
+
+
+def alone(problem: Problem, steps: int = STEPS) -> dict[str, Any]:
+    """The same with plain autograd on the batches of all replicas; the gradients are those of the first step."""
+    model = copy.deepcopy(problem.model)
+    first: dict[str, Tensor] = {}
+
+    def step(*tensors: Tensor) -> Tensor:
+        loss = loss_of(problem, model, tensors[: len(problem.inputs)], tensors[len(problem.inputs) :], {})
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None, name
+            first.setdefault(name, parameter.grad.clone())
+        return loss.detach()
+
+    return {"losses": train(problem, step, model.parameters(), steps), "gradients": first}
+
+
+def trained(problem: Problem, step: Any, replica: int, replicas: int, steps: int = STEPS) -> dict[str, Any]:
+    """Losses of one replica, and the gradients that the first step adds to what `.grad` holds."""
+    gradients: dict[str, Tensor] = {}
+
+    def first_gradients(*tensors: Tensor) -> Tensor:
+        # Roll the batches of all replicas, then take this one's.
+        loss: Tensor = step(*(tensor.chunk(replicas)[replica] for tensor in tensors))
+        for name, parameter in step.named_parameters():
+            gradients.setdefault(name, parameter.grad.clone())
+        return loss
+
+    return {"losses": train(problem, first_gradients, step.parameters(), steps), "gradients": gradients}
+
+
+def errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """The largest relative differences of losses and gradients from those of one process."""
+    losses = zip(found["losses"], expected["losses"], strict=True)
+    return {
+        "loss": max(abs(a - b) / abs(b) for a, b in losses),
+        "gradient": max(relative_error(g, expected["gradients"][name]) for name, g in found["gradients"].items()),
+    }
+
+
+def every_pipeline(prepared: Compiled, replicas: int, ranks: int, rank: int) -> dict[str, Any]:
+    mesh, results, expected = mesh_of(replicas, ranks), {}, {}
+    for name, (whole, pipe) in prepared.items():
+        model = name.partition(" ")[0]
+        if model not in expected:
+            expected[model] = alone(whole)
+        found = trained(whole, pipe.bind(mesh), rank // ranks, replicas)
+        results[name] = errors(found, expected[model]) | {"steps": len(found["losses"]), "last": found["losses"][-1]}
+    return results
+
+
+def two_by_two(prepared: Compiled, rank: int) -> dict[str, Any]:
+    """Training under many schedules; gradients that accumulate; then refusals, a fault last."""
+    results: dict[str, Any] = {"trained": every_pipeline(prepared, 2, 2, rank)}
+    mesh, replica = mesh_of(2, 2), rank // 2
+    whole = mlp(M * 2)
+    pipe = compiled(part(whole, 0, 2), 2, M)
+    problem = part(whole, replica, 2)
+    results["no mesh"] = refusal(pipe.bind)
+    with torch.no_grad():
+        weight = pipe.model.get_parameter("0.weight")
+        if rank == 2:
+            weight.add_(1)
+        results["other weights"] = refusal(partial(pipe.bind, mesh))
+        if rank == 2:
+            weight.copy_(mlp(M).model.get_parameter("0.weight"))
+    step = pipe.bind(mesh)
+    whole.model.zero_grad()
+    results["accumulated"] = accumulated(whole, step, problem)
+    results["no data"] = refusal(step if replica else lambda: step(*problem.inputs, *problem.targets))
+    more = tuple(torch.cat([t, t]) for t in (*problem.inputs, *problem.targets))
+    results["other count"] = refusal(lambda: step(*(more if replica else (*problem.inputs, *problem.targets))))
+    rows: Any = [((x, y), {}) for x, y in zip(problem.inputs[0].chunk(M), problem.targets[0].chunk(M), strict=True)]
+    results["fewer"] = refusal(lambda: step.run_split(rows[: M - 1] if replica else rows))
+    results["evaluated"] = step.evaluate(*problem.inputs, *problem.targets).item()
+    results["after refusals"] = step(*problem.inputs, *problem.targets).item()
+    if rank == 3:
+        call = next(call for call in step.engine.runners[0].calls if call.phase.name == "B1")
+        call.forward = raise_on_purpose  # type: ignore[method-assign]
+    results["fault"] = refusal(lambda: step(*problem.inputs, *problem.targets))
+    return results
+
+
+def raise_on_purpose(*_: Any, **__: Any) -> Any:
+    raise ArithmeticError("on purpose")
+
+
+def accumulated(whole: Problem, step: Any, problem: Problem) -> dict[str, Any]:
+    """Gradients over three steps, the second into a tensor of the user's own, against three times one step's."""
+    batch = (*problem.inputs, *problem.targets)
+    losses = [step(*batch).item()]
+    once = {name: parameter.grad.clone() for name, parameter in step.named_parameters()}
+    own = {}
+    for name, parameter in step.named_parameters():
+        own[name] = parameter.grad = parameter.grad.clone()
+    losses += [step(*batch).item()]
+    kept = all(parameter.grad is own[name] for name, parameter in step.named_parameters())
+    for _, parameter in step.named_parameters():
+        parameter.grad = None
+    losses += [step(*batch).item(), step(*batch).item()]
+    twice = [relative_error(own[name], 2 * gradient) for name, gradient in once.items()]
+    twice += [relative_error(p.grad, 2 * once[name]) for name, p in step.named_parameters()]
+    for _, parameter in step.named_parameters():
+        parameter.grad = None
+    return {"losses": losses, "kept": kept, "error": max(twice), "expected": alone(whole, 1)["losses"][0]}
+
+
+SCENARIOS: dict[str, Callable[[], Callable[[int], dict[str, Any]]]] = {
+    "two-by-two": lambda: partial(
+        two_by_two,
+        pipelines(2, 2, gpt, ["gpipe", "1f1b", "zb-h1", "zb-h2", "v-min", "interleaved-1f1b"])
+        | pipelines(2, 2, gpt2, ["zb-h1", "zb-v-order"]),
+    ),
+    "two-by-four": lambda: partial(every_pipeline, pipelines(2, 4, gpt2, ["zb-h1"]), 2, 4),
+    "four-by-one": lambda: partial(every_pipeline, pipelines(4, 1, gpt2, ["1f1b", "zb-h1"]), 4, 1),
+}
+
+
+if __name__ == "__main__":
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    sys.exit(main(int(sys.argv[1]), SCENARIOS[sys.argv[2]](), Path(sys.argv[3])))

@@ -1,0 +1,90 @@
+"""Pipelines times replicas over gloo: gradients and losses of one process on the batches of all, and refusals.
+
+Run: pytest tests/test_replicas.py (CPU; launches of four, eight and four processes, see tests/replicas.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.test_processes import Results, launch, refusals
+
+MODULE = "tests.replicas"
+
+
+@pytest.fixture(scope="module")
+def two_by_two(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(4, "two-by-two", tmp_path_factory.mktemp("two_by_two"), {0, 1, 2, 3}, MODULE)
+
+
+def assert_equal_to_one_process(results: Results, names: set[str]) -> None:
+    """All processes train all pipelines for 20 steps, in float64, with the losses and gradients of plain autograd."""
+    for found in results.values():
+        assert set(found) == names
+        for name, figures in found.items():
+            assert figures["steps"] == 20
+            assert figures["loss"] < 1e-12, (name, figures)
+            assert figures["gradient"] < 1e-12, (name, figures)
+
+
+def test_two_by_two_equals_one_process(two_by_two: Results) -> None:
+    schedules = {"gpipe", "1f1b", "zb-h1", "zb-h2", "v-min", "interleaved-1f1b"}
+    names = {f"gpt {schedule}" for schedule in schedules} | {"gpt2 zb-h1", "gpt2 zb-v-order"}
+    assert_equal_to_one_process({rank: found["trained"] for rank, found in two_by_two.items()}, names)
+
+
+def test_schedules_of_replicas_agree_in_bits(two_by_two: Results) -> None:
+    losses = {figures["last"] for found in two_by_two.values() for figures in found["trained"].values()}
+    by_model = {name.split()[0] for found in two_by_two.values() for name in found["trained"]}
+    assert len(losses) == len(by_model) == 2
+
+
+@pytest.mark.parametrize(("world", "scenario"), [(8, "two-by-four"), (4, "four-by-one")])
+def test_other_meshes_equal_one_process(tmp_path: Path, world: int, scenario: str) -> None:
+    results = launch(world, scenario, tmp_path, set(range(world)), MODULE)
+    assert_equal_to_one_process(results, {"gpt2 zb-h1"} | ({"gpt2 1f1b"} if world == 4 else set()))
+
+
+def test_gradients_of_several_steps_add_up_after_the_reduction(two_by_two: Results) -> None:
+    for found in two_by_two.values():
+        assert found["accumulated"]["kept"]
+        assert found["accumulated"]["error"] < 1e-15
+        assert found["accumulated"]["losses"] == pytest.approx([found["accumulated"]["expected"]] * 4, rel=1e-12)
+
+
+def test_processes_that_are_no_pipeline_need_a_mesh(two_by_two: Results) -> None:
+    for message in refusals(two_by_two, "no mesh", "ZbfxError"):
+        assert "the pipeline has 2 ranks, torch.distributed has 4" in message
+        assert "DeviceMesh with the dimensions ('dp', 'pp')" in message
+
+
+def test_other_initial_weights_are_refused_by_name(two_by_two: Results) -> None:
+    for message in refusals(two_by_two, "other weights", "ZbfxError"):
+        assert "other values than in replica 0 in replica 1, rank 0: 0.weight. " in message
+
+
+def test_replica_without_data_is_refused_on_all_ranks(two_by_two: Results) -> None:
+    messages = refusals(two_by_two, "no data", "InputError")
+    reason = "expected (inputs[0], targets[0]), found ()"
+    assert all(reason in message for message in messages)
+    assert [message.startswith("replica 1 refused its batch: ") for message in messages] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"), [("other count", "found (12, 8)"), ("fewer", "expected 3 microbatches, found 2")]
+)
+def test_other_numbers_of_microbatches_are_refused_on_all_ranks(two_by_two: Results, case: str, reason: str) -> None:
+    assert all(reason in message for message in refusals(two_by_two, case, "InputError"))
+
+
+def test_refusals_harm_nothing(two_by_two: Results) -> None:
+    first = two_by_two[0]["accumulated"]["losses"][0]
+    assert {found["after refusals"] for found in two_by_two.values()} == {first}
+    assert {found["evaluated"] for found in two_by_two.values()} == {first}
+
+
+def test_fault_reaches_the_other_replica(two_by_two: Results) -> None:
+    expected = "replica 1, rank 1, step 6, action B1.0 (stage 1, microbatch 0): ArithmeticError: on purpose"
+    assert refusals(two_by_two, "fault", "PipelineFault") == [expected] * 4
