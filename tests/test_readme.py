@@ -86,6 +86,15 @@ def test_command_runs(command: str, folder: Path) -> None:
         assert len({loss for _, loss, _ in printed_by_rank}) == 1
 
 
+def test_script_runs_as_two_replicas(folder: Path) -> None:
+    (lines,) = blocks("py")
+    (folder / "replicas.py").write_text((folder / "train.py").read_text().replace("step = pipe.bind()", lines))
+    printed = run(shlex.split("torchrun --nproc-per-node=4 replicas.py"), folder)
+    losses = re.findall(r"loss ([\d.]+)", printed)
+    assert len(losses) == 4
+    assert len(set(losses)) == 1
+
+
 @pytest.mark.parametrize(("picture", "schedule"), list(zip(pictures(), ("1f1b", "zb-h1"), strict=True)))
 def test_pictures_are_what_show_prints(picture: str, schedule: str, folder: Path) -> None:
     options = ["--costs", "costs.json", "--microbatches", "8", "--schedule", schedule, "--width", "80"]
