@@ -40,8 +40,8 @@ class Case:
     """One row of the benchmark: `m` microbatches of `b` sequences through one system.
 
     `split` is where the layers are cut: "bal" for equal load, "even" for equal numbers of blocks, "13+11" for these
-    numbers of blocks, "auto" for zbfx's own cuts. A zbfx `schedule` reads `name[@memory limit][*stages per rank]`, for
-    example "auto@1x" or "auto*2".
+    numbers of blocks, "auto" for zbfx's own cuts. A zbfx `schedule` reads `name[@memory limit][*stages per rank][-]`,
+    for example "auto@1x" or "auto*2"; a trailing "-" keeps W and B one after the other.
     """
 
     system: str
@@ -64,13 +64,14 @@ class ZbfxSchedule:
     name: str
     mem_limit: str | None
     stages_per_rank: int | None
+    overlap: bool | None
 
     @classmethod
     def parse(cls, text: str) -> ZbfxSchedule:
-        match = re.fullmatch(r"([^@*]+)(?:@([^*]+))?(?:\*(\d+))?", text)
+        match = re.fullmatch(r"([^@*]+?)(?:@([^*]+?))?(?:\*(\d+))?(-)?", text)
         if match is None:
-            raise ValueError(f"a zbfx schedule reads name[@memory limit][*stages per rank]; found {text!r}")
-        return cls(match[1], match[2], int(match[3]) if match[3] else None)
+            raise ValueError(f"a zbfx schedule reads name[@memory limit][*stages per rank][-]; found {text!r}")
+        return cls(match[1], match[2], int(match[3]) if match[3] else None, False if match[4] else None)
 
 
 class Choices(Protocol):

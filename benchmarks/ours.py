@@ -48,7 +48,7 @@ def ours(case: Case, place: Place, costs: str) -> Runnable:
         run,
         list(step.parameters()),
         layers=blocks_of_stages(pipe),
-        planned_ms=pipe.schedule.iteration_s * 1e3,
+        planned_ms=(pipe.schedule.expected_s or pipe.schedule.makespan_s) * 1e3,
         planned_gib=[float(peak) / 2**30 for peak in pipe.schedule.peak_bytes],
         close=getattr(step, "close", lambda: None),
     )
@@ -66,6 +66,8 @@ def choices(case: Case, place: Place) -> dict[str, Any]:
         arguments["backend"] = case.backend
     if case.split != "auto":
         arguments["cuts"] = cuts(case, asked, place)
+    if asked.overlap is not None:
+        arguments["overlap"] = asked.overlap
     return arguments
 
 

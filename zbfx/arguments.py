@@ -125,3 +125,10 @@ def on_all_ranks(work: Callable[[], Any]) -> Any:
         if text is not None:
             raise ZbfxError(f"rank {rank}: {text}")
     return result
+
+
+def checked_overlap(overlap: bool | None, device: torch.device) -> bool:
+    """Whether Ws run beside Bs; by default where the device has streams."""
+    if overlap not in (True, False, None):
+        raise ZbfxError(f"overlap is True, False or None; found {overlap!r}")
+    return device.type == "cuda" if overlap is None else bool(overlap)

@@ -16,18 +16,17 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from zbfx import comm
+from zbfx import comm, streams
 from zbfx.graphs import Phase, Stage
 from zbfx.messages import (
     Message,
     SharedGradient,
     messages_of,
-    parts,
     post_positions,
     release_positions,
     shared_gradients,
 )
-from zbfx.plan import Action, Kind, Schedule
+from zbfx.plan import Action, Kind, Schedule, parts
 from zbfx.reductions import Bucket, RankReductions
 
 Item = str | tuple[str, ...]  # a value by name, or a bundle of values
@@ -168,6 +167,8 @@ class RankProgram:
         self.schedule = schedule
         self.stages, self.rank, self.placement = stages, rank, schedule.costs.placement
         self.order = [part for action in schedule.ranks[rank] for part in parts(action)]
+        self.beside = dict(schedule.beside)
+        self.guests = {host: guest for guest, host in schedule.beside}
         self.shared = [gradient for gradient in shared if rank in gradient.holders]
         self.outgoing = [m for m in messages if m.source == rank]
         self.incoming = [m for m in messages if m.target == rank]
@@ -185,20 +186,27 @@ class RankProgram:
         reductions = self.reductions or RankReductions(())
         calls = reductions.calls(self.order, self.stages)
         starts = reductions.starts(calls)
+        final: dict[Action, list[Bucket]] = defaultdict(list)  # after which action buckets are
         for position, (action, phase) in enumerate(calls):
             for message in releases[position]:
                 self.graph.call_function(comm.release, (self.transport, message.key))
             for message in posts[position]:
                 self.graph.call_function(comm.post, (self.transport, message.key))
+            joins = self.fork(self.guests[action]) if action in self.guests else ()
             for message in received[action]:
                 node = self.graph.call_function(comm.receive, (self.transport, message.key))
                 self.unpack(node, message.names, action.microbatch)
-            self.compute(action, phase)
+            if action not in self.beside:
+                self.compute(action, phase)
             for message in sent[action]:
                 values = tuple(self.nodes[name, action.microbatch] for name in message.names)
                 self.graph.call_function(comm.send, (self.transport, message.key, values))
-            for bucket in starts.get(position, ()):
-                self.reduce(bucket)
+            if joins:
+                self.graph.call_function(streams.join, joins)
+            final[self.beside.get(action, action)] += starts.get(position, ())
+            if action not in self.beside:
+                for bucket in final.pop(action, ()):
+                    self.reduce(bucket)
         exchanged = self.exchange_shared_gradients()
         for bucket in reductions.buckets:
             if not bucket.shared:
@@ -226,6 +234,20 @@ class RankProgram:
         name = f"gradients_{len(self.graph.find_nodes(op='call_function', target=comm.reduce))}"
         self.modules[name] = GradientBucket(bucket)
         self.graph.call_function(comm.reduce, (self.transport, bucket.key, self.graph.call_module(name)))
+
+    def fork(self, action: Action) -> tuple[fx.Node, ...]:
+        """Start a W on the second stream; returns the arguments of its join."""
+        phase = self.stages[action.stage].phases[action.kind]
+        if phase.is_empty:
+            return ()
+        call, name = self.call_of(phase), f"{phase.name}_beside"
+        self.modules.setdefault(name, streams.Beside(call))
+        args = tuple(self.nodes[item, action.microbatch] for item in call.arguments)
+        started = self.graph.create_node(
+            "call_module", name, (self.microbatches[action.microbatch], *args), name=f"{phase.name}_{action.microbatch}"
+        )
+        started.meta["action"] = action
+        return (started, *args)
 
     def call_of(self, phase: Phase) -> PhaseCall:
         """The module that runs a phase, one for all microbatches."""

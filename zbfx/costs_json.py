@@ -3,10 +3,11 @@
     {"stages": [{"t_f": 1.0, "t_b": 1.0, "t_w": 1.0, "m_b": 1.0, "m_w": 0.5}, ...],
      "t_comm": 0.1, "placement": [0, 1, ...]}
 
-Times in any one unit, memory in any other. A stage may add `t_bw` (the fused backward, by default `t_b + t_w`) and
-`static` (held through the whole step, by default 0). `t_comm` is one number or one per stage boundary, by default 0;
-`placement` names each stage's rank, by default its own. In place of `t_comm`, `edges` lists
-`{"source": 0, "target": 2, "t_f": 0.1, "t_b": null}`: values may skip stages, null means that nothing is sent.
+Times in any one unit, memory in any other. A stage may add `t_bw` (the fused backward, by default `t_b + t_w`),
+`t_beside` (B with a W beside it on a second stream) and `static` (held through the whole step, by default 0). `t_comm`
+is one number or one per stage boundary, by default 0; `placement` names each stage's rank, by default its own. In
+place of `t_comm`, `edges` lists `{"source": 0, "target": 2, "t_f": 0.1, "t_b": null}`: values may skip stages, null
+means that nothing is sent.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ STAGE_KEYS = {
     "m_w": "weight_saved_bytes",
     "static": "static_bytes",
     "t_bw": "backward_s",
+    "t_beside": "beside_s",
 }
 REQUIRED_STAGE_KEYS = ("t_f", "t_b", "t_w")
 EDGE_KEYS = ("source", "target", "t_f", "t_b")

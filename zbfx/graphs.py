@@ -200,6 +200,14 @@ class Stage:
             name for name in later if self.origins[name][1] is Kind.F and self.origins[name][0] <= self.index
         )
 
+    @property
+    def runs_beside(self) -> bool:
+        """Whether W may run at the same time as a B of another microbatch: neither writes what the other uses."""
+        first, last = [self.phases[kind] for kind in (Kind.F, Kind.B)], self.phases[Kind.W]
+        written = {name for phase in first for name in (*phase.gradients, *phase.updates)}
+        used = {*last.gradients, *last.port_names(Role.BUFFER)}
+        return not (last.is_empty or last.is_random or last.updates or written & used)
+
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """A copy with the same node names and metadata."""

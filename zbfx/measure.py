@@ -28,6 +28,7 @@ from zbfx.rng import undisturbed
 
 REPETITIONS = 8  # calls per timing, back to back
 TIMINGS = 5  # of which the median counts
+BESIDE = "W beside B"
 WARM_UP_S = 2.0  # a GPU lowers its clock within this time of full load
 
 
@@ -194,23 +195,37 @@ def measured_stage(
             inputs = phase.module.graph.find_nodes(op="placeholder")
             args = [dummy(node.meta["val"], device) if "val" in node.meta else 0 for node in inputs]
             calls[kind] = partial(compiled(phase), *args)
-    seconds = dict.fromkeys((Kind.F, Kind.B, Kind.W), 0.0) | sustained_s(calls, device)
+    timed: dict[str, Callable[[], Any]] = {str(kind): call for kind, call in calls.items()}
+    if device.type == "cuda" and {Kind.B, Kind.W} <= set(calls):
+        timed[BESIDE] = partial(side_by_side, calls[Kind.W], calls[Kind.B], torch.cuda.Stream(device))
+    seconds = sustained_s(timed, device)
     return replace(
         estimated,
-        forward_s=seconds[Kind.F],
-        backward_input_s=seconds[Kind.B],
-        backward_weight_s=seconds[Kind.W],
+        forward_s=seconds.get(Kind.F, 0.0),
+        backward_input_s=seconds.get(Kind.B, 0.0),
+        backward_weight_s=seconds.get(Kind.W, 0.0),
+        beside_s=seconds.get(BESIDE),
     )
 
 
-def sustained_s(calls: Mapping[Kind, Callable[[], Any]], device: torch.device) -> dict[Kind, float]:
+def side_by_side(one: Callable[[], Any], other: Callable[[], Any], stream: torch.cuda.Stream) -> Any:
+    """Both calls at once, the first on `stream`; the results stay alive until both have ended."""
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        first = one()
+    second = other()
+    torch.cuda.current_stream().wait_stream(stream)
+    return first, second
+
+
+def sustained_s(calls: Mapping[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
     """Median seconds of each call, all of them in turn, the first `WARM_UP_S` left out on a GPU."""
     if device.type != "cuda":
         return {kind: clock_s(call) for kind, call in calls.items()}
     graphs = {kind: captured(call, repetitions=1) for kind, call in calls.items()}
-    seconds: dict[Kind, list[float]] = {kind: [] for kind in calls}
+    seconds: dict[str, list[float]] = {kind: [] for kind in calls}
     end = time.perf_counter() + WARM_UP_S
-    while time.perf_counter() < end or len(seconds[Kind.F]) < TIMINGS:
+    while time.perf_counter() < end or min(map(len, seconds.values()), default=TIMINGS) < TIMINGS:
         warm = time.perf_counter() >= end
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(graphs) + 1)]
         marks[0].record()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zbfx.batch import dense_stride
 from zbfx.graphs import Stage
-from zbfx.plan import Action, Kind, Schedule
+from zbfx.plan import Action, Kind, Schedule, parts
 
 POST_AHEAD = 1  # actions between posting a receive and waiting for it
 
@@ -110,13 +110,6 @@ def shared_gradients(stages: Sequence[Stage], placement: Sequence[int]) -> tuple
         for name, found in contributors.items()
         if len(found) > 1 or len(holders[name]) > 1
     )
-
-
-def parts(action: Action) -> tuple[Action, ...]:
-    """The unfused actions of an action: BW is B, then W."""
-    if action.kind is Kind.BW:
-        return tuple(Action(kind, action.stage, action.microbatch) for kind in (Kind.B, Kind.W))
-    return (action,)
 
 
 def post_positions(incoming: Sequence[Message], order: Sequence[Action]) -> dict[int, list[Message]]:

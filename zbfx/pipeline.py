@@ -20,6 +20,7 @@ from zbfx.arguments import (
     checked_device,
     checked_examples,
     checked_model,
+    checked_overlap,
     checked_schedule,
     device_of,
     on_all_ranks,
@@ -46,6 +47,7 @@ from zbfx.reductions import RankReductions
 from zbfx.replicas import replicated
 from zbfx.run import Tensors
 from zbfx.schedule import plan
+from zbfx.schedule.beside import run_beside
 from zbfx.step import LocalStep, RankStep, StepOptions
 from zbfx.trace import canonical_names, named_tensors, trace
 
@@ -67,6 +69,7 @@ def compile(
     stages_per_rank: int | None = None,
     device: torch.device | str | None = None,
     backend: str = "eager",
+    overlap: bool | None = None,
 ) -> Pipeline:
     """Compile `model` into a pipeline over `stages` ranks. Nothing of the model changes, and nothing runs on its data.
 
@@ -93,6 +96,8 @@ def compile(
     device           what the pipeline runs on; None: where the model's tensors are, the CPU for a model on meta
     backend          "eager", "inductor" (compiled phases), "cudagraph" (a rank's whole step as one graph),
                      "cudagraph+inductor"
+    overlap          run Ws beside Bs of other microbatches, on a second stream, where the memory limit allows it; None:
+                     on CUDA devices
 
     Raises `TraceError` where the model cannot be traced, naming the user's line; `InvalidSchedule` for an order that
     breaks a rule; `NoFeasibleSchedule` under a `mem_limit` that is too small; `ZbfxError`, their base, for the rest.
@@ -104,6 +109,7 @@ def compile(
     placement = placement_of(checked_schedule(schedule), stages, stages_per_rank)
     whole_number("microbatches", microbatches, "how many microbatches a step runs")
     backend, cuts = checked_backend(backend, device), checked_cuts(cuts)
+    overlaps = checked_overlap(overlap, device)
 
     raw, signature = on_all_ranks(partial(trace, model, loss_fn, inputs, kwargs, targets, device=device))
     examples = tuple(signature.flatten((*inputs, *targets), kwargs))
@@ -117,6 +123,8 @@ def compile(
     table = measure.cost_table(costs, stage_graphs, placement, hardware, device, phase_compiler(backend))
     best = measure.from_first_rank(plan(table, microbatches, schedule=schedule, mem_limit=mem_limit))
     best = replace(best, notes=tuple(dict.fromkeys((*best.notes, *unsplit_notes(divided)))))
+    if overlaps:
+        best = run_beside(best, frozenset(stage.index for stage in stage_graphs if stage.runs_beside))
     programs = generate(stage_graphs, best)
     guard = Guard.of(model, loss_fn)
     return Pipeline(

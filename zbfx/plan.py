@@ -58,12 +58,20 @@ class Action:
         return cls(Kind(match[1]), int(match[2]), int(match[3]))
 
 
+def parts(action: Action) -> tuple[Action, ...]:
+    """The unfused actions of an action: BW is B, then W."""
+    if action.kind is Kind.BW:
+        return tuple(Action(kind, action.stage, action.microbatch) for kind in (Kind.B, Kind.W))
+    return (action,)
+
+
 @dataclass(frozen=True, slots=True)
 class StageCost:
     """What one stage costs per microbatch. Times in seconds, memory in bytes (any consistent unit works).
 
     `saved_bytes` is the paper's M_B, held from F until B; `weight_saved_bytes` its M_W, held from B until W.
-    `backward_s` is the fused backward BW, by default B + W. `static_bytes` is what the stage holds through the
+    `backward_s` is the fused backward BW, by default B + W; `beside_s` is B with a W of the stage beside it, on a
+    device that runs two streams; None: not measured. `static_bytes` is what the stage holds through the
     whole step: weights, gradients, optimizer state, buffers.
     """
 
@@ -74,6 +82,7 @@ class StageCost:
     weight_saved_bytes: Number = 0
     static_bytes: Number = 0
     backward_s: Number | None = None
+    beside_s: Number | None = None
 
     def __post_init__(self) -> None:
         times = ("forward_s", "backward_input_s", "backward_weight_s")
@@ -197,7 +206,8 @@ class Schedule:
 
     `ranks[r]` is rank r's order, `spans[r]` the same actions with times. `peak_bytes[r]` is the most memory rank r
     holds, `static_bytes` of its stages included. `lower_bound_s` holds for every schedule under the same costs,
-    placement and memory limit; `gap` 0 means proven optimal.
+    placement and memory limit; `gap` 0 means proven optimal. All of these count actions of a rank one after the other;
+    where Ws run `beside` Bs, `expected_s` is the makespan that follows.
     """
 
     name: str
@@ -210,6 +220,8 @@ class Schedule:
     lower_bound_s: float = 0.0
     search_s: float = 0.0  # how long planning took
     notes: tuple[str, ...] = field(default=())  # what was compared, what was not split, why the search stopped
+    beside: tuple[tuple[Action, Action], ...] = ()  # each W that runs beside a B, and that B
+    expected_s: float | None = None  # makespan with those; None: there are none
 
     @property
     def iteration_s(self) -> float:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from zbfx.graphs import Phase, Stage
-from zbfx.messages import SharedGradient, TensorLayout, layout_of, parts, shared_gradients
-from zbfx.plan import Action, Kind, Schedule
+from zbfx.messages import SharedGradient, TensorLayout, layout_of, shared_gradients
+from zbfx.plan import Action, Kind, Schedule, parts
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from zbfx.codegen import AddToGradient, Gradient, GradientBucket, PartialSum, Ph
 from zbfx.errors import PipelineFault
 from zbfx.flat import FlatGradients
 from zbfx.graphs import Role
+from zbfx.streams import Beside, stream_of
 from zbfx.timeline import Recorder
 
 Run = Generator[int, None, tuple[Tensor, ...]]
@@ -37,13 +38,14 @@ class RankRunner:
     def __init__(self, program: Program, tensors: Tensors, transport: comm.Transport, adds: Collection[str]) -> None:
         """`adds`: the shared parameters whose gradients this rank adds up (ranks of one process share the tensors)."""
         self.program, self.tensors, self.transport, self.adds = program, tensors, transport, adds
-        modules = list(program.module.children())
+        modules = list(program.module.modules())
         self.calls = [m for m in modules if isinstance(m, PhaseCall)]
         self.sums = [m for m in modules if isinstance(m, PartialSum)]
         self.additions = [m for m in modules if isinstance(m, AddToGradient)]
         self.totals = [m for m in modules if isinstance(m, Gradient)]
         self.buckets = [m for m in modules if isinstance(m, GradientBucket)]
         self.flat: FlatGradients | None = None  # where gradients are summed over replicas
+        self.besides = [m for m in modules if isinstance(m, Beside)]
         self.nodes = list(program.module.graph.nodes)
         self.dying = dying_values(self.nodes)
         self.recorder: Recorder | None = None
@@ -77,6 +79,10 @@ class RankRunner:
         """Bind every phase to the tensors of this step; gradients start from `.grad`, or from zero."""
         partial_sums = self.start_gradients()
         shared = {name for name, _ in partial_sums}
+        if self.besides and loss_gradient.is_cuda and self.besides[0].stream is None:
+            stream = torch.cuda.Stream(loss_gradient.device)
+            for beside in self.besides:
+                beside.stream = stream
         for call in self.calls:
             stage = call.phase.stage
             call.ports = [self.port_tensor(port.role, port.name, loss_gradient) for port in call.phase.ports]
@@ -176,11 +182,13 @@ class RankRunner:
     def call(self, node: fx.Node, args: tuple[Any, ...], step: int) -> Any:
         recorder, action = self.recorder, node.meta.get("action")
         try:
-            start = recorder.mark() if recorder else None
-            result = self.program.module.get_submodule(str(node.target))(*args)
-            if recorder and action:
-                recorder.marks.append((action, start, recorder.mark()))
-            return result
+            module = self.program.module.get_submodule(str(node.target))
+            with stream_of(module):
+                start = recorder.mark() if recorder else None
+                result = module(*args)
+                if recorder and action:
+                    recorder.marks.append((action, start, recorder.mark()))
+                return result
         except Exception as error:
             if action is None:
                 raise

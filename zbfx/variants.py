@@ -21,6 +21,7 @@ from zbfx.passes.partition import place_like
 from zbfx.passes.split import split
 from zbfx.plan import Action, CostTable, Kind, Schedule
 from zbfx.schedule import plan, simulate
+from zbfx.schedule.beside import run_beside
 from zbfx.trace import trace
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ def variant(
         schedule = forward_schedule(table, microbatches)
     else:
         schedule = plan(table, microbatches, schedule=pipe.schedule, mem_limit=pipe.mem_limit)
+        if pipe.schedule.beside:
+            schedule = run_beside(schedule, frozenset(stage.index for stage in stages if stage.runs_beside))
     refuse_moved_parameters(pipe.stages, stages, placement)
     reductions = () if evaluation else tuple(found.whole() for found in pipe.reductions)
     return replace(

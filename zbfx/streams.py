@@ -1,0 +1,45 @@
+"""Calls on a second stream of the device: a phase that runs beside the actions after it, until it is joined.
+
+On a device without streams the call runs where it stands, and joining does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Beside(nn.Module):
+    """A call that runs on `stream`, bound at run time; None: on the stream of the caller. Returns what `join` takes."""
+
+    def __init__(self, call: nn.Module) -> None:
+        super().__init__()
+        self.call = call
+        self.stream: torch.cuda.Stream | None = None
+
+    def forward(self, *args: Any) -> torch.cuda.Event | None:
+        self.call(*args)
+        return None if self.stream is None else self.stream.record_event()
+
+
+@contextmanager
+def stream_of(module: nn.Module) -> Iterator[None]:
+    """Enter the stream that a module runs on, after everything queued so far."""
+    stream = module.stream if isinstance(module, Beside) else None
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+def join(event: torch.cuda.Event | None, *values: Any) -> None:
+    """Wait, on the caller's stream, for a call beside it. Names the values that the call reads: they live until here,
+    because memory that is let go earlier would be given to others while the call still reads it."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
