@@ -1,0 +1,139 @@
+"""Ranks of a pipeline over NCCL for test_gpu.py: `torchrun ... tests/gpu_worker.py <scenario> <folder>`.
+
+A scenario is a function of the device that returns a picklable result, written to `<folder>/<rank>.pt`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import zbfx
+from benchmarks.gpt import GPT, GPTConfig, next_token_loss
+
+SMALL = GPTConfig(layers=6, hidden=256, heads=4, sequence=128, vocabulary=512)
+STEADY = GPTConfig(layers=8, hidden=1024, heads=16, sequence=512, vocabulary=2048)
+MICROBATCHES = 6
+SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "interleaved-1f1b")
+
+
+def model_and_batch(config: GPTConfig, rows: int, device: torch.device) -> tuple[GPT, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    model = GPT(config).to(device, torch.bfloat16)
+    data = torch.randint(config.vocabulary, (2, rows, config.sequence), generator=torch.Generator().manual_seed(1))
+    return model, (data[0].to(device), data[1].to(device))
+
+
+def compiled(model: GPT, batch: tuple[Tensor, Tensor], microbatches: int, **options: Any) -> zbfx.Pipeline:
+    ids, targets = batch
+    rows = len(ids) // microbatches
+    return zbfx.compile(
+        model,
+        stages=dist.get_world_size(),
+        microbatches=microbatches,
+        example_inputs=(ids[:rows],),
+        example_targets=targets[:rows],
+        loss_fn=next_token_loss,
+        **options,
+    )
+
+
+def gradients(step: Any, *batch: Tensor) -> dict[str, Tensor]:
+    """Loss and gradients of the third of three equal steps: by then every backend has captured and replayed."""
+    for _ in range(3):
+        for parameter in step.parameters():
+            parameter.grad = None
+        loss = step(*batch)
+    return {"loss": loss.cpu(), **{name: p.grad.cpu() for name, p in step.named_parameters()}}
+
+
+def equal(device: torch.device) -> dict[str, dict[str, Tensor]]:
+    """Loss and gradients by schedule and backend, under deterministic algorithms."""
+    torch.use_deterministic_algorithms(True)
+    model, batch = model_and_batch(SMALL, MICROBATCHES * 2, device)
+    found = {}
+    cases = [(schedule, "cudagraph") for schedule in SCHEDULES]
+    cases += [(schedule, "eager") for schedule in ("1f1b", "zb-2p")]
+    cases += [("zb-2p", "inductor"), ("zb-2p", "cudagraph+inductor")]
+    for schedule, backend in cases:
+        if dist.get_world_size() == 1 and schedule in ("zb-v", "interleaved-1f1b"):
+            continue
+        pipe = compiled(model, batch, MICROBATCHES, schedule=schedule, backend=backend)
+        found[f"{schedule} {backend}"] = gradients(pipe.bind(), *batch)
+    return found
+
+
+def plain(device: torch.device) -> dict[str, Tensor]:
+    """The same by autograd alone."""
+    torch.use_deterministic_algorithms(True)
+    model, (ids, targets) = model_and_batch(SMALL, MICROBATCHES * 2, device)
+    losses = []
+    for rows in range(0, len(ids), 2):
+        loss = next_token_loss(model(ids[rows : rows + 2]), targets[rows : rows + 2])
+        (loss / MICROBATCHES).backward()
+        losses.append(loss.detach())
+    named = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": torch.stack(losses).mean().cpu(), **named}
+
+
+def steady(device: torch.device) -> dict[str, dict[str, Any]]:
+    """200 steps with each backend, NCCL as it comes: step times, and memory after 20 steps and at the end."""
+    model, batch = model_and_batch(STEADY, 16, device)
+    found = {}
+    for backend in zbfx.backends.BACKENDS:
+        pipe = compiled(model, batch, 8, schedule="zb-2p", backend=backend)
+        step = pipe.bind()
+        optimizer = torch.optim.SGD(step.parameters(), lr=1e-3)
+        seconds, allocated, reserved = [], [], []
+        for _ in range(200):
+            dist.barrier()
+            torch.cuda.synchronize(device)
+            begun = time.perf_counter()
+            loss = step(*batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - begun)
+            allocated.append(torch.cuda.memory_allocated(device))
+            reserved.append(torch.cuda.memory_reserved(device))
+        late = seconds[10:]
+        found[backend] = {
+            "loss": float(loss),
+            "median_s": median(late),
+            "slowest_s": max(late),
+            "slow": sum(s > 1.5 * median(late) for s in late),
+            "allocated": (allocated[19], allocated[-1]),
+            "reserved": (reserved[19], reserved[-1]),
+        }
+    return found
+
+
+def alone(device: torch.device) -> dict[str, dict[str, Tensor]]:
+    return {"plain": plain(device), **equal(device)}
+
+
+SCENARIOS: dict[str, Callable[[torch.device], Any]] = {"equal": equal, "steady": steady, "alone": alone}
+
+
+def main(scenario: str, folder: str) -> None:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    result = SCENARIOS[scenario](device)
+    torch.save(result, Path(folder) / f"{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
