@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import zbfx
 from tests.models import Problem, gpt, gpt2, mlp, numbers
+from tests.optimizers import optimizer_ranks
 from tests.reference import compiled, rescheduled
 
 LIMIT_S = 100  # for all ranks to end
@@ -189,7 +190,11 @@ def killed(rank: int) -> dict[str, Any]:
     return refusal(lambda: step(*problem.inputs, *problem.targets))
 
 
-SCENARIOS: dict[str, Scenario] = {"four-ranks": four_ranks, "three-ranks": three_ranks}
+SCENARIOS: dict[str, Scenario] = {
+    "four-ranks": four_ranks,
+    "three-ranks": three_ranks,
+    "optimizer": optimizer_ranks,
+}
 
 
 def process(rank: int, world: int, scenario: Scenario, folder: Path, port: int) -> None:

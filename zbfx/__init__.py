@@ -1,5 +1,6 @@
 """zbfx: zero-bubble pipelines from ordinary PyTorch models."""
 
+from zbfx import optim
 from zbfx.check import Report, check
 from zbfx.errors import (
     InputError,
@@ -31,4 +32,5 @@ __all__ = [
     "ZbfxError",
     "check",
     "compile",
+    "optim",
 ]

@@ -7,6 +7,7 @@ DataDependentOutputException, ...   2.11.0, 2.13.0   what fake tensors raise whe
 torch.utils._pytree                 2.11.0, 2.13.0   nested inputs to flat leaves with key paths
 _saved_tensors_hooks_set_tracing    2.13.0           whether saved-tensor hooks rest while tracing
 FunctionalTensor                    2.11.0, 2.13.0   tensors whose in-place writes leave what is under them alone
+_foreach_norm, _foreach_copy_       2.11.0, 2.13.0   one kernel for many tensors
 torch.compiler flags                2.11.0, 2.13.0   what `torch.compiler.is_exporting()` answers
 """
 
@@ -56,6 +57,8 @@ __all__ = [
     "PlainAOTOutput",
     "TangentAOTInput",
     "capture_joint",
+    "foreach_copy",
+    "foreach_norm",
     "functional",
     "group_store",
     "has_gradient_hooks",
@@ -112,3 +115,14 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
 def group_store(group: dist.ProcessGroup) -> dist.Store:
     """The key-value store that the ranks of a group share."""
     return group.get_group_store()
+
+
+def foreach_norm(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The Euclidean norm of each tensor, in float64."""
+    return list(torch._foreach_norm(list(tensors), 2.0, dtype=torch.float64))
+
+
+def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target, which may be on another device; in the order of the current stream."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)

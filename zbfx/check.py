@@ -208,7 +208,7 @@ def split_results(
     pipe: Pipeline, tensors: Tensors, microbatches: list[comm.Microbatch], loss_gradient: Tensor
 ) -> dict[str, Tensor]:
     """The same from the stages' F, B and W, on all ranks of the pipeline, in this process."""
-    mailbox: dict[str, tuple[Tensor, ...]] = {}
+    mailbox: dict[str, list[tuple[Tensor, ...]]] = {}
     runners = []
     for program in apart(pipe, len(microbatches)):
         adds = {gradient.name for gradient in pipe.shared_gradients if gradient.holders[0] == program.rank}

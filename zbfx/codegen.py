@@ -28,6 +28,8 @@ from zbfx.messages import (
 )
 from zbfx.plan import Action, Kind, Schedule, parts
 from zbfx.reductions import Bucket, RankReductions
+from zbfx.relays import Relay
+from zbfx.validation import RankValidation, Validation
 
 Item = str | tuple[str, ...]  # a value by name, or a bundle of values
 
@@ -38,13 +40,17 @@ class Program:
     `buckets` what it sums over the replicas.
 
     The module takes `transport` and one `Microbatch` per microbatch, and returns the losses of the microbatches, in
-    order, on the rank that computes them, and () elsewhere.
+    order, on the rank that computes them, and () elsewhere. With `validation` the loss of the batch follows, on every
+    rank; `verdict` are the first and the end of the nodes that look at the last optimizer step, which come between the
+    prefix and the rest.
     """
 
     rank: int
     module: fx.GraphModule
     messages: dict[str, Message]
     buckets: tuple[Bucket, ...] = ()
+    validation: RankValidation | None = None
+    verdict: tuple[int, int] = (0, 0)
 
     @property
     def code(self) -> str:
@@ -141,15 +147,32 @@ class PhaseCall(nn.Module):
 
 
 def generate(
-    stages: Sequence[Stage], schedule: Schedule, reductions: Sequence[RankReductions] = ()
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    reductions: Sequence[RankReductions] = (),
+    validation: Validation | None = None,
 ) -> tuple[Program, ...]:
-    """One program per rank of the schedule; with `reductions` (per rank), one that sums gradients over replicas."""
+    """One program per rank of the schedule; with `reductions` (per rank), one that sums gradients over replicas; with
+    `validation`, one for steps whose optimizer waits for no barrier."""
     messages = messages_of(stages, schedule)
     shared = shared_gradients(stages, schedule.costs.placement)
     return tuple(
-        RankProgram(stages, schedule, messages, shared, rank, reductions[rank] if reductions else None).generate()
+        RankProgram(
+            stages, schedule, messages, shared, rank, reductions[rank] if reductions else None, validation
+        ).generate()
         for rank in range(len(schedule.ranks))
     )
+
+
+def optimizer_program(validation: Validation, schedule: Schedule, rank: int) -> Program:
+    """What a rank does after its step: passes the state of all gradients on and steps its optimizer."""
+    graph, modules = fx.Graph(), dict[str, nn.Module]()
+    part = RankValidation(validation, schedule, (), rank)
+    relay = Relay(graph, graph.placeholder("transport"), modules, part)
+    relay.optimizer_step()
+    graph.output(())
+    module = fx.GraphModule(modules, graph, f"Optimizer{rank}")
+    return Program(rank, module, {m.key: m for m in relay.messages})
 
 
 class RankProgram:
@@ -163,6 +186,7 @@ class RankProgram:
         shared: Sequence[SharedGradient],
         rank: int,
         reductions: RankReductions | None,
+        validation: Validation | None,
     ) -> None:
         self.schedule = schedule
         self.stages, self.rank, self.placement = stages, rank, schedule.costs.placement
@@ -178,16 +202,22 @@ class RankProgram:
         self.microbatches = [self.graph.placeholder(f"microbatch_{k}") for k in range(schedule.microbatches)]
         self.nodes: dict[tuple[Item, int], fx.Node] = {}
         self.modules: dict[str, nn.Module] = {}
+        self.part: RankValidation | None = None
+        if validation is not None:
+            self.part = RankValidation(validation, schedule, self.incoming, rank)
+            self.relay = Relay(self.graph, self.transport, self.modules, self.part)
+        self.verdict = (0, 0)
+        self.batch_loss: tuple[fx.Node, ...] = ()
 
     def generate(self) -> Program:
-        posts = post_positions(self.incoming, self.order)
-        releases = release_positions(self.outgoing, self.schedule, self.rank)
+        posts, releases = self.posts(), self.releases()
         received, sent = by_action(self.incoming, "consumer"), by_action(self.outgoing, "producer")
         reductions = self.reductions or RankReductions(())
         calls = reductions.calls(self.order, self.stages)
         starts = reductions.starts(calls)
         final: dict[Action, list[Bucket]] = defaultdict(list)  # after which action buckets are
         for position, (action, phase) in enumerate(calls):
+            self.relay_at(position, posts)
             for message in releases[position]:
                 self.graph.call_function(comm.release, (self.transport, message.key))
             for message in posts[position]:
@@ -207,17 +237,49 @@ class RankProgram:
             if action not in self.beside:
                 for bucket in final.pop(action, ()):
                     self.reduce(bucket)
+        self.relay_at(None, posts)
         exchanged = self.exchange_shared_gradients()
         for bucket in reductions.buckets:
             if not bucket.shared:
                 self.graph.call_function(comm.reduced, (self.transport, bucket.key))
-        self.graph.output(
-            tuple(self.nodes["loss", k] for k in range(len(self.microbatches)) if ("loss", k) in self.nodes)
-        )
+        self.graph.output((*self.losses(), *self.batch_loss))
         self.graph.lint()
         module = fx.GraphModule(self.modules, self.graph, f"Rank{self.rank}")
-        messages = {m.key: m for m in (*self.incoming, *self.outgoing, *exchanged)}
-        return Program(self.rank, module, messages, reductions.buckets)
+        messages = (*self.incoming, *self.outgoing, *exchanged, *(self.relay.messages if self.part else ()))
+        return Program(self.rank, module, {m.key: m for m in messages}, reductions.buckets, self.part, self.verdict)
+
+    def posts(self) -> dict[int, list[Message]]:
+        if self.part is None:
+            return post_positions(self.incoming, self.order)
+        return post_positions(self.part.incoming, self.order, self.part.needed_at(), self.part.not_before())
+
+    def releases(self) -> dict[int, list[Message]]:
+        releases = release_positions(self.outgoing, self.schedule, self.rank)
+        if self.part is None:
+            return releases
+        moved: dict[int, list[Message]] = defaultdict(list)
+        for position, found in sorted(releases.items()):
+            for message in found:
+                late = self.part.released_after_verdict(message)
+                moved[max(position, self.part.prefix) if late else position].append(message)
+        return moved
+
+    def relay_at(self, position: int | None, posts: dict[int, list[Message]]) -> None:
+        """What goes along the chain of ranks before the action at a position (None: after the last)."""
+        if self.part is None:
+            return
+        if position == self.part.prefix:
+            for message in [m for m in posts[position] if m in self.part.dropped and m.source == self.part.after]:
+                self.graph.call_function(comm.post, (self.transport, message.key))
+                posts[position].remove(message)
+            begin = len(self.graph.nodes)
+            self.relay.verdict()
+            self.verdict = (begin, len(self.graph.nodes))
+        if position == self.part.loss_at or (position is None and not self.batch_loss):
+            self.batch_loss = (self.relay.loss(self.losses()),)
+
+    def losses(self) -> list[fx.Node]:
+        return [self.nodes["loss", k] for k in range(len(self.microbatches)) if ("loss", k) in self.nodes]
 
     def compute(self, action: Action, phase: Phase) -> None:
         if phase.is_empty:

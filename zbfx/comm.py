@@ -63,6 +63,10 @@ class Transport(Protocol):
 
     def drop(self) -> None: ...
 
+    def posted_once(self, key: str) -> None: ...
+
+    def join(self) -> None: ...
+
 
 def post(transport: Transport, key: str) -> None:
     """Get ready for a message that will be received."""
@@ -110,23 +114,32 @@ def flat(value: Tensor) -> Tensor:
 
 
 class LocalTransport:
-    """All ranks in one process: messages are left in a mailbox that the ranks share."""
+    """All ranks in one process: messages are left in a mailbox that the ranks share, in the order of sending."""
 
-    def __init__(self, name: str, messages: Mapping[str, Message], mailbox: dict[str, tuple[Tensor, ...]]) -> None:
+    def __init__(
+        self, name: str, messages: Mapping[str, Message], mailbox: dict[str, list[tuple[Tensor, ...]]]
+    ) -> None:
         self.name, self.messages, self.mailbox = name, messages, mailbox
 
     def post(self, key: str) -> None:
         """Nothing to do: the mailbox takes any message."""
 
+    def posted_once(self, key: str) -> None:
+        """Nothing to do."""
+
     def ready(self, key: str) -> bool:
         return key in self.mailbox
 
     def receive(self, key: str) -> tuple[Tensor, ...]:
-        return self.mailbox.pop(key)
+        first, *others = self.mailbox.pop(key)
+        if others:
+            self.mailbox[key] = others
+        return first
 
     def send(self, key: str, values: tuple[Tensor, ...]) -> None:
         layouts = self.messages[key].layouts
-        self.mailbox[key] = tuple(laid_out(v, layout) for v, layout in zip(values, layouts, strict=True))
+        sent = tuple(laid_out(v, layout) for v, layout in zip(values, layouts, strict=True))
+        self.mailbox.setdefault(key, []).append(sent)
 
     def release(self, key: str) -> None:
         """Nothing to do: the mailbox holds what was sent."""
@@ -139,6 +152,9 @@ class LocalTransport:
 
     def finish(self) -> None:
         """Nothing is on its way once a program has ended."""
+
+    def join(self) -> None:
+        """Nothing is on its way."""
 
     def drop(self) -> None:
         self.mailbox.clear()
@@ -246,6 +262,10 @@ class Channels:
         dist.broadcast(value, src=self.place.peers[0], group=self.peers)
         return value
 
+    def add_up(self, value: Tensor) -> None:
+        """Overwrite `value` on every rank with the sum over all ranks."""
+        dist.all_reduce(value, group=self.group)
+
     def barrier(self) -> None:
         """Wait until every rank's device has come this far, in all replicas."""
         for process in (process for replica in self.place.replicas for process in replica):
@@ -332,6 +352,11 @@ class GroupTransport:
         )
         self.posted[key] = ([self.channels.irecv(flat(value), message.source) for value in values], values)
 
+    def posted_once(self, key: str) -> None:
+        """Post a receive unless it is posted already."""
+        if key not in self.posted:
+            self.post(key)
+
     def ready(self, key: str) -> bool:
         """`receive` waits for what has not arrived."""
         return True
@@ -348,7 +373,7 @@ class GroupTransport:
         self.sent[key] = [(self.channels.isend(value, message.target), value) for value in dense]
 
     def release(self, key: str) -> None:
-        for work, _ in self.sent.pop(key):
+        for work, _ in self.sent.pop(key, ()):  # `join` may have waited for it
             self.wait(work, f"message {key} to rank {self.messages[key].target}")
 
     def reduce(self, key: str, gradients: Tensor) -> None:
@@ -361,6 +386,14 @@ class GroupTransport:
         """Wait until everything sent has left."""
         for key in list(self.sent):
             self.release(key)
+
+    def join(self) -> None:
+        """Wait until everything sent has left and everything posted has come; it can be received later."""
+        for key, (works, values) in list(self.posted.items()):
+            for work in works:
+                self.wait(work, f"message {key} from rank {self.messages[key].source}")
+            self.posted[key] = ([], values)
+        self.finish()
 
     def wait(self, work: dist.Work, what: str) -> None:
         try:

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from zbfx import comm, rng
-from zbfx.run import RankRunner, Run, Tensors
+from zbfx.run import RankRunner, Tensors
 
 if TYPE_CHECKING:
     from zbfx.pipeline import Pipeline
 
+T = TypeVar("T")
+
 
 @dataclass
 class Engine:
-    """The runners of the ranks in this process. `loss_gradient` is rewritten before each run; `channels` lead to the
-    other ranks and replicas, if any; `captured` belongs to the backend; `runs` counts."""
+    """The runners of the ranks in this process. `weight` is the gradient of the batch's loss by a microbatch's, and
+    `loss_gradient`, which every backward starts from, `scale()` times that: both are rewritten before each run.
+    `channels` lead to the other ranks and replicas, if any; `captured` belongs to the backend; `runs` counts."""
 
     pipe: Pipeline
     runners: Sequence[RankRunner]
+    weight: Tensor
     loss_gradient: Tensor
     channels: comm.Channels | None = None
+    scale: Callable[[], float] = lambda: 1.0
     captured: Any = None
     runs: int = 0
 
     @classmethod
     def of(cls, pipe: Pipeline, runners: Sequence[RankRunner], channels: comm.Channels | None = None) -> Engine:
-        return cls(pipe, runners, torch.zeros((), dtype=pipe.reduction.dtype, device=pipe.device), channels)
+        weight = torch.zeros((), dtype=pipe.reduction.dtype, device=pipe.device)
+        engine = cls(pipe, runners, weight, torch.zeros_like(weight), channels)
+        for runner in runners:
+            if runner.program.validation is not None and runner.program.validation.after is None:
+                runner.bound("loss").run = lambda *losses: engine.loss(losses)
+        return engine
 
     @property
     def replica(self) -> int:
@@ -55,13 +65,17 @@ class Engine:
         if tokens is not None and self.channels and self.replicas > 1:
             tokens = tokens.to(self.pipe.device)
             self.channels.sum_over_replicas(tokens).wait()
-        self.loss_gradient.copy_(self.pipe.reduction.gradient(tokens, self.replicas))
+        self.weight.copy_(self.pipe.reduction.gradient(tokens, self.replicas))
+        self.rescale()
+
+    def rescale(self) -> None:
+        self.loss_gradient.copy_(self.weight * self.scale())
 
     def loss(self, losses: Sequence[Tensor]) -> Tensor:
         """The loss of the batch over all replicas, from those of this one's microbatches: on the rank that has them."""
         if self.channels and self.replicas > 1:
             losses = self.channels.from_replicas(torch.stack(list(losses))).flatten().unbind()
-        return self.pipe.reduction.combine(losses, self.loss_gradient)
+        return self.pipe.reduction.combine(losses, self.weight)
 
     def inputs(self, rows: Sequence[Sequence[Tensor]], runner: RankRunner, seed: int) -> list[comm.Microbatch]:
         """The microbatches with the tensors that a rank reads, on its device, with the strides of the trace."""
@@ -81,9 +95,9 @@ class Engine:
         return next((losses for losses in take_turns(runs) if losses), ())
 
 
-def take_turns(runs: Sequence[Run]) -> list[tuple[Tensor, ...]]:
+def take_turns(runs: Sequence[Generator[int, None, T]]) -> list[T]:
     """Run each generator until it waits, in turn, until all have ended."""
-    results: dict[int, tuple[Tensor, ...]] = {}
+    results: dict[int, T] = {}
     position: dict[int, int] = {}
     while len(results) < len(runs):
         before = (len(results), dict(position))
@@ -99,7 +113,7 @@ def take_turns(runs: Sequence[Run]) -> list[tuple[Tensor, ...]]:
 
 def local_engine(pipe: Pipeline, tensors: Tensors) -> Engine:
     """All ranks in this process: the first holder of a shared gradient adds it up."""
-    mailbox: dict[str, tuple[Tensor, ...]] = {}
+    mailbox: dict[str, list[tuple[Tensor, ...]]] = {}
     runners = []
     for program in pipe.programs:
         adds = {gradient.name for gradient in pipe.shared_gradients if gradient.holders[0] == program.rank}

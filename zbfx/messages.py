@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -112,10 +113,16 @@ def shared_gradients(stages: Sequence[Stage], placement: Sequence[int]) -> tuple
     )
 
 
-def post_positions(incoming: Sequence[Message], order: Sequence[Action]) -> dict[int, list[Message]]:
+def post_positions(
+    incoming: Sequence[Message],
+    order: Sequence[Action],
+    needed_at: Mapping[str, int] = MappingProxyType({}),
+    not_before: Mapping[str, int] = MappingProxyType({}),
+) -> dict[int, list[Message]]:
     """Before which action each receive is posted: early enough for itself and for all that come after it on its
-    channel, whose messages arrive in the order of sending."""
-    needed_at = {action: position for position, action in enumerate(order)}
+    channel, whose messages arrive in the order of sending. `needed_at` stands in for the consumer's place in the order;
+    `not_before` is the first position allowed."""
+    places = {action: position for position, action in enumerate(order)}
     channels: dict[int, list[Message]] = defaultdict(list)
     for message in incoming:
         channels[message.source].append(message)
@@ -124,9 +131,12 @@ def post_positions(incoming: Sequence[Message], order: Sequence[Action]) -> dict
         earliest = len(order)
         positions = []
         for message in reversed(channel):
-            assert message.consumer is not None, "a message between actions"
-            earliest = min(earliest, max(0, needed_at[message.consumer] - POST_AHEAD))
-            positions.append(earliest)
+            needed = needed_at.get(message.key)
+            if needed is None:
+                assert message.consumer is not None, "a message between actions"
+                needed = places[message.consumer]
+            earliest = min(earliest, max(0, needed - POST_AHEAD))
+            positions.append(max(earliest, not_before.get(message.key, 0)))
         for message, position in zip(channel, reversed(positions), strict=True):
             posts[position].append(message)
     return posts

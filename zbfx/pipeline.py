@@ -36,7 +36,7 @@ from zbfx.errors import ZbfxError
 from zbfx.graphs import Joint, Stage
 from zbfx.guard import Guard
 from zbfx.loss import Reduction, separate_count
-from zbfx.messages import SharedGradient, parameter_holders, shared_gradients
+from zbfx.messages import SharedGradient, messages_of, parameter_holders, shared_gradients
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.extract import extract
 from zbfx.passes.partition import partition
@@ -50,6 +50,7 @@ from zbfx.schedule import plan
 from zbfx.schedule.beside import run_beside
 from zbfx.step import LocalStep, RankStep, StepOptions
 from zbfx.trace import canonical_names, named_tensors, trace
+from zbfx.validation import validation_of
 
 
 def compile(
@@ -177,6 +178,12 @@ class Pipeline:
         canonical = canonical_names(self.model, self.loss_fn)
         named = named_tensors(self.model, self.loss_fn)
         return Tensors({name: named[name] for name in dict.fromkeys(canonical.values())}, self.joint.constants)
+
+    def validated(self, chain: tuple[int, ...], state_size: int) -> Pipeline:
+        """The same pipeline with programs for optimizer steps without a barrier; `chain` as in `Validation`."""
+        messages = messages_of(self.stages, self.schedule)
+        validation = validation_of(self.schedule, messages, chain, state_size, self.reduction.dtype)
+        return replace(self, programs=generate(self.stages, self.schedule, self.reductions, validation))
 
     @property
     def shared_gradients(self) -> tuple[SharedGradient, ...]:

@@ -1,14 +1,16 @@
 """Programs and a batch -> loss and gradients.
 
 One executor runs a rank's program, node by node, whether the other ranks are processes or live in this one: it is a
-generator that yields where a message has not arrived yet. Gradients accumulate into `.grad`.
+generator that yields where a message has not arrived yet. Gradients accumulate into `.grad`. Where an optimizer step
+waits for its verdict, the program's prefix runs first, and again if the verdict says that its weights were wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -18,10 +20,28 @@ from zbfx.codegen import AddToGradient, Gradient, GradientBucket, PartialSum, Ph
 from zbfx.errors import PipelineFault
 from zbfx.flat import FlatGradients
 from zbfx.graphs import Role
+from zbfx.plan import Action, Kind
+from zbfx.relays import Bound
 from zbfx.streams import Beside, stream_of
 from zbfx.timeline import Recorder
 
 Run = Generator[int, None, tuple[Tensor, ...]]
+Environment = dict[fx.Node, Any]
+
+
+class Pending(Protocol):
+    """An optimizer step that waits for its verdict."""
+
+    stream: torch.cuda.Stream | None  # where the verdict travels, beside the forwards; None: where they run
+
+    def own_verdict(self) -> Tensor:
+        """The verdict, on the rank that knows it first."""
+
+    def judge(self, verdict: Tensor) -> None:
+        """Read the verdict."""
+
+    def correct(self) -> bool:
+        """Put right what was wrong, once in this process; whether forwards ran on wrong weights."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +71,22 @@ class RankRunner:
         self.recorder: Recorder | None = None
         self.keep_gradients = False  # accumulate into the same memory in every step, whatever becomes of `.grad`
         self.kept: dict[str, Tensor] = {}
+        self.pending: Pending | None = None
+        self.loss: Tensor | None = None  # of the batch, where the program knows it
+        self.watched: list[tuple[Action, Tensor]] | None = None  # the largest absolute value that each action made
+
+    def continue_from(self, other: RankRunner) -> None:
+        """Run the phases as another runner of the same rank does, and into the same gradients."""
+        runs = {call.phase.name: call.run for call in other.calls}
+        for call in self.calls:
+            call.run = runs[call.phase.name]
+        self.keep_gradients, self.kept = other.keep_gradients, other.kept
+
+    def bound(self, name: str) -> Bound:
+        """The node's module that runs a function bound at run time."""
+        module = self.program.module.get_submodule(name)
+        assert isinstance(module, Bound)
+        return module
 
     @property
     def rank(self) -> int:
@@ -77,15 +113,21 @@ class RankRunner:
 
     def start(self, loss_gradient: Tensor) -> None:
         """Bind every phase to the tensors of this step; gradients start from `.grad`, or from zero."""
-        partial_sums = self.start_gradients()
-        shared = {name for name, _ in partial_sums}
         if self.besides and loss_gradient.is_cuda and self.besides[0].stream is None:
             stream = torch.cuda.Stream(loss_gradient.device)
             for beside in self.besides:
                 beside.stream = stream
         for call in self.calls:
-            stage = call.phase.stage
             call.ports = [self.port_tensor(port.role, port.name, loss_gradient) for port in call.phase.ports]
+        if self.pending is None:  # else the gradients of the last step are needed until its verdict
+            self.bind_gradients()
+
+    def bind_gradients(self) -> None:
+        """Bind the phases to the gradients that they add to."""
+        partial_sums = self.start_gradients()
+        shared = {name for name, _ in partial_sums}
+        for call in self.calls:
+            stage = call.phase.stage
             call.accumulators = [
                 partial_sums[name, stage] if name in shared else self.gradient(name) for name in call.phase.gradients
             ]
@@ -153,21 +195,72 @@ class RankRunner:
 
         Returns the losses of the microbatches, in order, on the rank that computes them.
         """
-        environment: dict[fx.Node, Any] = dict(zip(self.nodes, (self.transport, *microbatches), strict=False))
+        given: Environment = dict(zip(self.nodes, (self.transport, *microbatches), strict=False))
+        environment = dict(given)
+        begin, end = self.program.verdict
+        buffers = self.written_early() if self.pending else {}
+        notes: list[list[Any]] = [self.recorder.marks] if self.recorder else []
+        notes += [] if self.watched is None else [self.watched]
+        noted_before = [len(noted) for noted in notes]
+        yield from self.execute(range(begin), environment, step)
+        wrong = False
+        if self.pending is not None:
+            wrong = yield from self.settle(step)
+            self.bind_gradients()
+        if wrong:
+            for noted, count in zip(notes, noted_before, strict=True):
+                del noted[count:]
+            yield from self.drop_early()
+            restore(buffers)
+            environment = given
+            yield from self.execute(range(begin), environment, step)
+        yield from self.execute(range(end, len(self.nodes)), environment, step)
+        self.transport.finish()
+        results: tuple[Tensor, ...] = fx.map_arg(self.nodes[-1].args[0], environment.__getitem__)
+        if self.program.validation is not None:
+            *losses, self.loss = results
+            return tuple(losses)
+        return results
 
-        def load(node: fx.Node) -> Any:
-            return environment[node]
+    def settle(self, step: int) -> Generator[int, None, bool]:
+        """Get the verdict on the pending optimizer step and correct it; whether forwards ran on wrong weights."""
+        pending = self.pending
+        assert pending is not None, "an optimizer step waits"
+        self.bound("judge").run = pending.judge
+        if self.program.validation is not None and self.program.validation.after is None:
+            self.bound("own_verdict").run = pending.own_verdict
+        environment: Environment = {self.nodes[0]: self.transport}
+        with on_stream(pending.stream):
+            yield from self.execute(range(*self.program.verdict), environment, step)
+        self.pending = None
+        wrong = pending.correct()
+        return wrong
 
-        for index, node in enumerate(self.nodes):
-            if node.op == "output":
-                losses: Any = fx.map_arg(node.args[0], load)
-                break
-            if node.op == "placeholder":
+    def written_early(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The buffers that forwards write, and copies of them."""
+        names = {name for call in self.calls if call.phase.kind is Kind.F for name in call.phase.updates}
+        return {name: (self.tensors.named[name], self.tensors.named[name].clone()) for name in names}
+
+    def drop_early(self) -> Generator[int, None, None]:
+        """Receive and drop what other ranks' prefixes sent that this one's did not read."""
+        assert self.program.validation is not None, "only such programs have a prefix"
+        for message in self.program.validation.dropped:
+            self.transport.posted_once(message.key)
+            while not self.transport.ready(message.key):
+                yield -1
+            self.transport.receive(message.key)
+        self.transport.finish()
+
+    def execute(self, positions: range, environment: Environment, step: int) -> Generator[int, None, None]:
+        """Run the nodes at these positions."""
+        for index in positions:
+            node = self.nodes[index]
+            if node.op in ("placeholder", "output"):
                 continue
             if node.target is comm.receive:
                 while not self.transport.ready(str(node.args[1])):
                     yield index
-            args: Any = fx.map_arg(node.args, load)
+            args: Any = fx.map_arg(node.args, environment.__getitem__)
             target: Any = node.target
             if node.op == "call_module":
                 environment[node] = self.call(node, args, step)
@@ -176,8 +269,6 @@ class RankRunner:
             del args
             for dead in self.dying[index]:
                 del environment[dead]
-        self.transport.finish()
-        return losses
 
     def call(self, node: fx.Node, args: tuple[Any, ...], step: int) -> Any:
         recorder, action = self.recorder, node.meta.get("action")
@@ -188,7 +279,9 @@ class RankRunner:
                 result = module(*args)
                 if recorder and action:
                     recorder.marks.append((action, start, recorder.mark()))
-                return result
+            if self.watched is not None and isinstance(module, PhaseCall):
+                self.watch(node, result)
+            return result
         except Exception as error:
             if action is None:
                 raise
@@ -196,6 +289,22 @@ class RankRunner:
                 f"{self.transport.name}, step {step}, action {action} (stage {action.stage}, microbatch "
                 f"{action.microbatch}): {type(error).__name__}: {error}"
             ) from error
+
+    def watch(self, node: fx.Node, results: tuple[Any, ...]) -> None:
+        """Keep the largest absolute value of what an action made for others: it tells where a NaN began."""
+        assert self.watched is not None, "asked for"
+        for value in results:
+            if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+                self.watched.append((node.meta["action"], torch.linalg.vector_norm(value, torch.inf)))
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def restore(buffers: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    for live, before in buffers.values():
+        live.copy_(before)
 
 
 def dying_values(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:

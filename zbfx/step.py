@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from zbfx import rng
 from zbfx.bind import refuse_gradient_hooks
-from zbfx.comm import Channels
+from zbfx.codegen import Program
+from zbfx.comm import Channels, GroupTransport, LocalTransport, Transport
 from zbfx.engine import Engine, local_engine, message_pairs, rank_engine
 from zbfx.errors import InputError, PipelineFault, ZbfxError
 from zbfx.run import Tensors
@@ -22,7 +23,10 @@ from zbfx.variants import variant
 from zbfx.verdict import checked_choice, problems, settle, snapshot
 
 if TYPE_CHECKING:
+    from zbfx.optim import PostValidated
     from zbfx.pipeline import Pipeline
+
+T = TypeVar("T")
 
 Batch = tuple[Engine, Sequence[Sequence[Tensor]]]  # what runs a call, and the tensors of its microbatches
 
@@ -59,6 +63,7 @@ class Step(ABC):
         self.verdict: str | None = None
         self.losses: tuple[Tensor, ...] = ()  # of the last step's microbatches, on the rank that computes them
         self.count = 0
+        self.optimizer: PostValidated | None = None
 
     @property
     def microbatches(self) -> int:
@@ -98,6 +103,9 @@ class Step(ABC):
     def train(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         """The graphs hold their gradients and casts: neither autograd nor an autocast around the step adds any."""
         with torch.no_grad(), torch.autocast(engine.pipe.device.type, enabled=False):
+            for runner in engine.runners:
+                runner.pending = self.optimizer.pending if self.optimizer else None
+                runner.watched = self.optimizer.seen.get(runner.rank) if self.optimizer else None
             if self.options.on_nonfinite == "keep":
                 return self.run(engine, rows)
             before = snapshot(engine.parameters)
@@ -108,6 +116,8 @@ class Step(ABC):
     def evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of a batch in eval mode: no gradients, no activations kept. The batch has any whole number of
         microbatches."""
+        if self.optimizer is not None:
+            self.optimizer.settle()
         engine, rows = self.admit(partial(self.evaluation_batch, args, kwargs))
         with torch.no_grad(), torch.autocast(engine.pipe.device.type, enabled=False):
             return self.run(engine, rows)
@@ -134,8 +144,49 @@ class Step(ABC):
         key = (evaluation, microbatches, *(tuple(t.shape) for t in signature.flatten(args, kwargs)))
         if key not in self.others:
             example = signature.first_microbatch(args, kwargs, microbatches)
-            self.others[key] = self.build(variant(self.engine.pipe, *example, microbatches, evaluation=evaluation))
+            pipe = variant(self.engine.pipe, *example, microbatches, evaluation=evaluation)
+            self.others[key] = self.build(pipe if evaluation else self.validated(pipe))
+            self.others[key].scale = self.engine.scale
         return self.others[key]
+
+    def attach(self, optimizer: PostValidated) -> None:
+        """Run from now on with `optimizer`, whose steps are validated while the next step warms up."""
+        if self.options.on_nonfinite != "keep":
+            raise ZbfxError(
+                f"on_nonfinite={self.options.on_nonfinite!r} checks at the end of every step, which is a barrier; the "
+                f"optimizer checks too: leave it out, and give the optimizer check_finite=True"
+            )
+        if self.optimizer is not None:
+            raise ZbfxError("this step has an optimizer; bind the pipeline again for another one")
+        before, self.optimizer = self.engine, optimizer
+        pipe = self.validated(before.pipe)
+        if pipe is not before.pipe:
+            self.engine = self.build(pipe)
+            for old, new in zip(before.runners, self.engine.runners, strict=True):
+                new.continue_from(old)
+        self.others.clear()
+
+    def validated(self, pipe: Pipeline) -> Pipeline:
+        """The pipeline with the programs that the optimizer needs."""
+        if self.optimizer is None or self.optimizer.sync:
+            return pipe
+        return pipe.validated(self.optimizer.layout.chain, self.optimizer.layout.size)
+
+    def guarded(self, work: Callable[[], T], engine: Engine | None = None) -> T:
+        """Do what other ranks wait for; if it fails, they hear of it."""
+        return work()
+
+    @abstractmethod
+    def transports(self, programs: Sequence[Program], pairs: Collection[tuple[int, int]]) -> list[Transport]:
+        """How further programs of this process's ranks exchange their messages, which go between these `pairs`."""
+
+    @abstractmethod
+    def add_up(self, state: Tensor) -> None:
+        """Overwrite `state` with its sum over all processes."""
+
+    @abstractmethod
+    def everywhere(self, value: Any) -> list[Any]:
+        """The picklable value of every process."""
 
     def seed_of_step(self) -> int:
         return rng.mix(self.options.seed, self.count)
@@ -168,6 +219,16 @@ class LocalStep(Step):
             runner.finish_gradients()
         self.count += 1
         return engine.loss(self.losses)
+
+    def transports(self, programs: Sequence[Program], pairs: Collection[tuple[int, int]]) -> list[Transport]:
+        mailbox: dict[str, list[tuple[Tensor, ...]]] = {}
+        return [LocalTransport(f"rank {program.rank}", program.messages, mailbox) for program in programs]
+
+    def add_up(self, state: Tensor) -> None:
+        """All ranks are here."""
+
+    def everywhere(self, value: Any) -> list[Any]:
+        return [value]
 
     def problems(self, engine: Engine) -> list[str]:
         found = problems("this process", self.losses, {})
@@ -233,23 +294,41 @@ class RankStep(Step):
         return engine
 
     def run(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
+        def work() -> Tensor:
+            engine.weigh(rows)
+            loss = self.execute(engine, rows)
+            engine.runners[0].finish_gradients()
+            return loss
+
+        loss = self.guarded(work, engine)
+        self.count += 1
+        engine.runs += 1
+        return loss
+
+    def guarded(self, work: Callable[[], T], engine: Engine | None = None) -> T:
         if self.fault is not None:
             raise PipelineFault(
                 f"this pipeline has failed before and cannot go on; bind it again. It failed with: {self.fault}"
             )
         try:
-            engine.weigh(rows)
-            loss = self.execute(engine, rows)
-            engine.runners[0].finish_gradients()
+            return work()
         except BaseException as error:
-            engine.runners[0].transport.drop()
+            (engine or self.engine).runners[0].transport.drop()
             self.fault = self.channels.fail(error)
             if not isinstance(error, Exception):  # Ctrl-C and exit stay what they are
                 raise
             raise PipelineFault(self.fault) from error
-        self.count += 1
-        engine.runs += 1
-        return loss
+
+    def transports(self, programs: Sequence[Program], pairs: Collection[tuple[int, int]]) -> list[Transport]:
+        (program,) = programs
+        self.channels.open(pairs)
+        return [GroupTransport(program.messages, self.channels)]
+
+    def add_up(self, state: Tensor) -> None:
+        self.channels.add_up(state)
+
+    def everywhere(self, value: Any) -> list[Any]:
+        return self.channels.gather(value)
 
     def problems(self, engine: Engine) -> list[str]:
         own = problems(self.channels.name, self.losses, engine.parameters)
@@ -276,6 +355,8 @@ class RankStep(Step):
         """The rank's program, and the loss from the rank that has it."""
         pipe = engine.pipe
         self.losses = engine.run(rows, self.seed_of_step(), self.count)
+        if engine.runners[0].loss is not None:
+            return engine.runners[0].loss
         if self.losses:
             loss = engine.loss(self.losses)
         else:

@@ -1,0 +1,47 @@
+"""Optimizer steps without a barrier over processes and gloo. Run: pytest tests/optim/test_over_processes.py (CPU; one
+launch of two processes and one of four, see tests/optimizers.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.test_processes import Results, launch
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(request.param, "optimizer", tmp_path_factory.mktemp("optimizer"), set(range(request.param)))
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["losses"] == expected["losses"]
+    assert all(torch.equal(p, expected["parameters"][name]) for name, p in found["parameters"].items())
+
+
+@pytest.mark.parametrize("case", ["clips", "h2", "free"])
+def test_steps_equal_those_with_a_barrier_in_bits(ranks: Results, case: str) -> None:
+    for results in ranks.values():
+        assert_equal(results[f"{case} False"], results[f"{case} True"])
+        assert results[f"{case} False"]["losses"] == ranks[0][f"{case} False"]["losses"]
+        clips = 0 if case == "free" else 8
+        assert results[f"{case} False"]["counts"]["clipped"] == results[f"{case} False"]["counts"]["repeated"] == clips
+    assert ranks[0][f"{case} False"]["counts"]["rolled_back"] == clips
+    assert ranks[len(ranks) - 1][f"{case} False"]["counts"]["rolled_back"] == 0  # the last rank of the chain knows
+
+
+def test_tied_weights_equal_those_of_one_process(ranks: Results) -> None:
+    for results in ranks.values():
+        assert_equal(results["tied"], results["tied local"])
+        assert results["tied"]["counts"]["clipped"] == 4
+
+
+def test_all_ranks_skip_and_name_stage_and_microbatch(ranks: Results) -> None:
+    for results in ranks.values():
+        found = results["nan"]
+        assert found["cause"] == "skipped: F0.3 (stage 0, microbatch 3)"
+        assert found["kept"]
+        assert found["later"] == ranks[0]["nan"]["later"] < 2.0
+        assert (found["counts"]["steps"], found["counts"]["skipped"]) == (3, 1)

@@ -1,0 +1,372 @@
+"""Optimizer steps without a barrier equal those with one. Run: pytest tests/optim (CPU, one process)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import zbfx
+from tests.models import Problem, gpt2, mean_squares, mlp, numbers, unet_batch_norm
+from tests.optimizers import Make, Result, adamw, same_bits, train
+from tests.reference import compiled, cut, default_dtype, loss_of
+from zbfx import comm, rng
+from zbfx.codegen import PhaseCall, generate
+from zbfx.optim import PostValidated
+from zbfx.optim.state import Act
+
+BLOCKS, WIDTH, MICROBATCHES = 4, 6, 3
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, dampening=0.1, weight_decay=0.1),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, maximize=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "no momentum": lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.0, 0.9)),
+}
+INVERTIBLE = [name for name in OPTIMIZERS if name not in ("amsgrad", "no momentum")]
+
+
+class Loud(nn.Module):
+    """Residual blocks; the gradient of block k is about `gain[k]` times as large as that of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+        self.register_buffer("gain", torch.ones(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for k, block in enumerate(self.blocks):
+            x = x + self.get_buffer("gain")[k] * torch.tanh(block(x))
+        return x
+
+
+@functools.cache
+def loud_pipe(ranks: int, dtype: torch.dtype, schedule: str = "zb-h1") -> tuple[Problem, zbfx.Pipeline, Any]:
+    """A pipeline over `ranks`, each with at least one of the blocks, and the model's first state."""
+    with default_dtype(dtype):
+        torch.manual_seed(0)
+        rows = 2 * MICROBATCHES
+        problem = Problem(Loud(), mean_squares, (numbers(rows, WIDTH),), (numbers(rows, WIDTH, seed=2),))
+        first = {name: value.clone() for name, value in problem.model.state_dict().items()}
+        cuts = [f"blocks.{k}" for k in range(1, ranks)]
+        return problem, compiled(problem, ranks, MICROBATCHES, schedule=schedule, cuts=cuts), first
+
+
+def loud(ranks: int, dtype: torch.dtype, cause: int, *args: Any, schedule: str = "zb-h1", **options: Any) -> Result:
+    """Train with a gradient of block `cause` that dominates."""
+    problem, pipe, first = loud_pipe(ranks, dtype, schedule)
+    problem.model.load_state_dict(first)
+    problem.model.get_buffer("gain").copy_(torch.tensor([4.0 if k == cause else 0.1 for k in range(BLOCKS)]))
+    problem.model.zero_grad()
+    return train(problem, pipe.run_local(), *args, **options)
+
+
+@functools.cache
+def clipping(ranks: int, dtype: torch.dtype, cause: int, name: str) -> tuple[float, Result]:
+    """A norm that about half of 30 steps exceed, and the barrier's result with it."""
+    free = loud(ranks, dtype, cause, 10, OPTIMIZERS[name], sync=True, max_norm=None)
+    max_norm = sorted(free.norms)[len(free.norms) // 2]
+    barrier = loud(ranks, dtype, cause, 30, OPTIMIZERS[name], sync=True, max_norm=max_norm, scheduled=True)
+    assert 0 < barrier.counts["clipped"] < 30, barrier.counts
+    return max_norm, barrier
+
+
+CAUSES = [(ranks, cause) for ranks in (1, 2, 3, 4) for cause in range(ranks)]
+NAMES = list(OPTIMIZERS)
+CASES = [(r, c, dtype, k) for k, (r, c) in enumerate(CAUSES) for dtype in (torch.float32, torch.bfloat16)]
+CASES += [(3, 1, dtype, k) for k in range(len(NAMES)) for dtype in (torch.float32, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("ranks", "cause", "dtype", "index"), CASES)
+def test_thirty_steps_equal_the_barrier_in_bits(ranks: int, cause: int, dtype: torch.dtype, index: int) -> None:
+    """With a learning rate that changes between a step and its verdict."""
+    name = NAMES[index % len(NAMES)]
+    max_norm, barrier = clipping(ranks, dtype, cause, name)
+    found = loud(ranks, dtype, cause, 30, OPTIMIZERS[name], max_norm=max_norm, rollback="exact", scheduled=True)
+    assert same_bits(found, barrier)
+    assert found.counts["clipped"] == barrier.counts["clipped"]
+    assert found.counts["repeated"] == (barrier.counts["clipped"] if ranks > 1 else 0)
+    # Ranks before the cause stepped early. The cause itself did so where the others made the norm too large.
+    assert found.counts["rolled_back"] >= barrier.counts["clipped"] // 2 if cause else found.counts["rolled_back"] <= 5
+
+
+# How far 30 steps drift from the barrier if every other step is taken back by arithmetic, relative to the largest
+# entry of each parameter: a few hundred roundings.
+DRIFT = {torch.float32: 300 * 2.0**-24, torch.bfloat16: 30 * 2.0**-8}
+
+
+@pytest.mark.parametrize("dtype", list(DRIFT))
+@pytest.mark.parametrize("name", INVERTIBLE)
+def test_thirty_steps_by_arithmetic_stay_within_the_bound(name: str, dtype: torch.dtype) -> None:
+    max_norm, barrier = clipping(3, dtype, 1, name)
+    found = loud(3, dtype, 1, 30, OPTIMIZERS[name], max_norm=max_norm, rollback="arithmetic", scheduled=True)
+    assert found.counts["rolled_back"] > 0
+    for key, expected in barrier.parameters.items():
+        error = (found.parameters[key].double() - expected.double()).abs().max()
+        assert error <= DRIFT[dtype] * expected.double().abs().max(), (key, float(error))
+
+
+@pytest.mark.parametrize("early", range(16))
+@pytest.mark.parametrize("kind", ["clean", "clip", "skip"])
+def test_every_subset_of_ranks_that_stepped_early(early: int, kind: str) -> None:
+    """Bit r of `early`: rank r steps, whatever it knows; the others wait."""
+
+    def prepare(optimizer: PostValidated) -> None:
+        optimizer.early_act = lambda rank, partial: Act.STEPPED if early >> rank & 1 else Act.WAITED  # type: ignore[method-assign]
+
+    options: dict[str, Any] = {"max_norm": 0.05 if kind == "clip" else 1e6}
+    expected, found = (
+        poisoned(4, {1} if kind == "skip" else set(), sync=sync, prepare=prepare, **options) for sync in (True, False)
+    )
+    assert same_bits(found, expected)
+    assert found.counts["skipped"] == (1 if kind == "skip" else 0)
+    assert found.counts["clipped"] == (4 if kind == "clip" else 0)
+    wrong = {"clean": early != 15, "clip": True, "skip": False}[kind] * 4
+    if kind == "skip":
+        wrong = 3 * (early != 15) + (early != 0)
+    assert found.counts["repeated"] == wrong
+
+
+def poisoned(ranks: int, steps: set[int], stage: int = 1, phase: str = "F", **options: Any) -> Result:
+    """Four steps; in some, a phase of a stage makes a NaN of its second microbatch."""
+    problem, pipe, first = loud_pipe(ranks, torch.float32)
+    problem.model.load_state_dict(first)
+    problem.model.get_buffer("gain").fill_(1.0)
+    problem.model.zero_grad()
+    step = replace(pipe, programs=generate(pipe.stages, pipe.schedule)).run_local()
+    prepare = options.pop("prepare", lambda optimizer: None)
+
+    def patched(optimizer: PostValidated) -> None:
+        prepare(optimizer)
+        for runner in step.engine.runners:
+            for call in runner.calls:
+                if call.phase.name == f"{phase}{stage}":
+                    spoil(call, lambda seed: step.count in steps and seed == rng.mix(step.seed_of_step(), 1))
+
+    return train(problem, step, 4, prepare=patched, **options)
+
+
+def spoil(call: PhaseCall, when: Callable[[int], bool]) -> None:
+    """Make the results of a phase, or the gradients of a W, not finite for microbatches with some seeds."""
+    forward = call.forward
+
+    def spoilt(microbatch: comm.Microbatch, *args: Any) -> Any:
+        results = forward(microbatch, *args)
+        if not when(microbatch.seed):
+            return results
+        if not results:
+            call.accumulators[-1].fill_(float("inf"))
+        return pytree.tree_map(lambda value: value * float("nan"), results)
+
+    call.forward = spoilt  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("phase", ["F", "B", "W"])
+def test_nan_in_one_microbatch_of_one_stage(ranks: int, phase: str) -> None:
+    stage = min(1, ranks - 1)
+    if phase == "B" and stage == 0:
+        return  # the first stage sends no gradient
+    causes = []
+
+    def prepare(optimizer: PostValidated) -> None:
+        original = optimizer.settled
+
+        def noted(verdict: Any, rolled_back: bool) -> None:
+            causes.append(verdict.cause)
+            original(verdict, rolled_back)
+
+        optimizer.settled = noted  # type: ignore[method-assign]
+
+    expected = poisoned(ranks, {1}, stage, phase, sync=True, max_norm=1.0)
+    found = poisoned(ranks, {1}, stage, phase, max_norm=1.0, prepare=prepare)
+    assert found.parameters.keys() == expected.parameters.keys()
+    assert all(torch.equal(p, expected.parameters[name]) for name, p in found.parameters.items())
+    assert all(p.isfinite().all() for p in found.parameters.values())
+    assert found.counts["skipped"] == expected.counts["skipped"] == 1
+    assert [cause != "" for cause in causes] == [False, True, False, False]
+    if phase == "W":
+        assert causes[1].startswith("no value between stages, but the gradient of blocks.")
+        assert f"(stage {stage})" in causes[1]
+    else:
+        assert causes[1] == f"{phase}{stage}.1 (stage {stage}, microbatch 1)"
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h2"])
+def test_schedules(schedule: str) -> None:
+    max_norm, barrier = clipping(4, torch.float32, 2, "adamw")
+    options: dict[str, Any] = {"max_norm": max_norm, "schedule": schedule, "scheduled": True}
+    found = loud(4, torch.float32, 2, 30, OPTIMIZERS["adamw"], **options)
+    assert same_bits(found, barrier)
+    assert found.counts["rolled_back"] > 0
+
+
+@pytest.mark.parametrize("schedule", ["zb-v-order", "v-half", "v-min", "interleaved-1f1b"])
+def test_schedules_with_two_stages_a_rank(schedule: str) -> None:
+    problem = mlp(4)
+    first = {name: value.clone() for name, value in problem.model.state_dict().items()}
+    pipe = compiled(problem, 2, 4, schedule=schedule)
+    results = {}
+    for sync in (True, False):
+        problem.model.load_state_dict(first)
+        results[sync] = train(problem, pipe.run_local(), 6, max_norm=0.2, sync=sync)
+    assert same_bits(results[False], results[True])
+    assert results[False].counts["repeated"] == 6
+
+
+def test_where_every_step_clips_and_where_none_does() -> None:
+    always = loud(4, torch.float32, 3, 12, max_norm=1e-3)
+    assert always.counts == {"steps": 12, "clipped": 12, "skipped": 0, "rolled_back": 0, "repeated": 12}
+    assert same_bits(always, loud(4, torch.float32, 3, 12, max_norm=1e-3, sync=True))
+    never = loud(4, torch.float32, 3, 12, max_norm=1e3)
+    assert never.counts == {"steps": 12, "clipped": 0, "skipped": 0, "rolled_back": 0, "repeated": 0}
+    assert same_bits(never, loud(4, torch.float32, 3, 12, max_norm=1e3, sync=True))
+
+
+def test_clipping_equals_that_of_torch() -> None:
+    """Against plain autograd and torch.nn.utils.clip_grad_norm_ in float64."""
+    with default_dtype(torch.float64):
+        problem, plain = mlp(4), mlp(4)
+        step = compiled(problem, 3, 4).run_local()
+        optimizer = PostValidated(torch.optim.AdamW(step.parameters(), lr=1e-2), step, max_norm=0.1)
+        reference = torch.optim.AdamW(plain.model.parameters(), lr=1e-2)
+        for _ in range(5):
+            step(*problem.inputs, *problem.targets)
+            optimizer.step()
+            optimizer.zero_grad()
+            for inputs, targets in cut((plain.inputs, plain.targets), 4):
+                (loss_of(plain, plain.model, inputs, targets, {}) / 4).backward()
+            norm = torch.nn.utils.clip_grad_norm_(plain.model.parameters(), 0.1)
+            reference.step()
+            reference.zero_grad()
+            optimizer.settle()
+            assert optimizer.verdict is not None
+            assert optimizer.verdict.norm == pytest.approx(float(norm), rel=1e-12)
+            assert optimizer.verdict.factor < 1.0
+        for (name, found), expected in zip(step.named_parameters(), plain.model.parameters(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_tied_weights_count_once() -> None:
+    problem = alone = gpt2(3)
+    first = {name: value.clone() for name, value in problem.model.state_dict().items()}
+    pipe = compiled(problem, 3, 3)
+    step = pipe.run_local()
+    optimizer = PostValidated(adamw(step.parameters()), step, max_norm=0.1)
+    step(*problem.inputs, *problem.targets)
+    expected = torch.nn.utils.get_total_norm([p.grad for p in problem.model.parameters() if p.grad is not None])
+    optimizer.step()
+    optimizer.settle()
+    assert optimizer.verdict is not None
+    assert optimizer.verdict.norm == pytest.approx(float(expected), rel=1e-5)
+    results = {}
+    for sync in (True, False):
+        alone.model.load_state_dict(first)
+        alone.model.zero_grad()
+        results[sync] = train(alone, pipe.run_local(), 4, max_norm=1.0, sync=sync)
+    assert same_bits(results[False], results[True])
+
+
+def test_buffers_that_forwards_write_are_restored() -> None:
+    found = {}
+    for sync in (True, False):
+        problem = unet_batch_norm(3)
+        result = train(problem, compiled(problem, 2, 3).run_local(), 4, max_norm=0.01, sync=sync)
+        found[sync] = result, {name: buffer.clone() for name, buffer in problem.model.named_buffers()}
+    assert same_bits(found[False][0], found[True][0])
+    assert found[False][0].counts["repeated"] == 4
+    assert all(torch.equal(buffer, found[True][1][name]) for name, buffer in found[False][1].items())
+
+
+def test_masks_of_forwards_that_run_again_are_the_same() -> None:
+    results = {}
+    for sync in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(b for _ in range(3) for b in (nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh())))
+        problem = replace(mlp(3), model=model)
+        results[sync] = train(problem, compiled(problem, 3, 3).run_local(seed=3), 4, max_norm=0.01, sync=sync)
+    assert same_bits(results[False], results[True])
+
+
+def other_shapes() -> Iterator[int]:
+    yield from (3, 6, 3, 6, 6, 3)
+
+
+def test_batches_of_other_shapes_between_a_step_and_its_verdict() -> None:
+    found = {}
+    for sync in (True, False):
+        problem = mlp(3)
+        step = compiled(problem, 2, 3).run_local(on_new_shape="recompile")
+        optimizer = PostValidated(adamw(step.parameters()), step, max_norm=0.05, sync=sync)
+        losses = []
+        for rows in other_shapes():
+            losses.append(step(problem.inputs[0][:rows], problem.targets[0][:rows]).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        found[sync] = losses, step.evaluate(*problem.inputs, *problem.targets).item()
+        assert optimizer.pending is None  # evaluate settles
+    assert found[False] == found[True]
+
+
+def test_gradients_accumulate_over_several_steps() -> None:
+    """Also where nothing is cleared between the optimizer's steps: what was clipped stays clipped."""
+    found = {}
+    for sync in (True, False):
+        problem = mlp(3)
+        step = compiled(problem, 3, 3).run_local()
+        optimizer = PostValidated(adamw(step.parameters()), step, max_norm=0.05, sync=sync)
+        losses = []
+        for count in range(6):
+            losses.append(step(*problem.inputs, *problem.targets).item())
+            if count % 2:
+                optimizer.step()
+            if count == 3:
+                optimizer.zero_grad()
+        optimizer.settle()
+        found[sync] = losses, [p.clone() for p in step.parameters()], [p.grad for p in step.parameters()]
+    assert found[False][0] == found[True][0]
+    for kind in (1, 2):
+        for a, b in zip(found[False][kind], found[True][kind], strict=True):
+            assert isinstance(a, Tensor)
+            assert torch.equal(a, b)
+
+
+def test_half_precision_overflow_in_one_stage_lowers_the_scale() -> None:
+    """Activations of the first stage overflow in its backward alone; the scale halves and the step is skipped."""
+    torch.manual_seed(0)
+    problem = mlp(3)
+    with torch.autocast("cpu", dtype=torch.float16):
+        pipe = compiled(problem, 3, 3)
+    step = pipe.run_local()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
+    optimizer = PostValidated(adamw(step.parameters()), step, max_norm=1.0, grad_scaler=scaler)
+    before = [p.detach().clone() for p in step.parameters()]
+    scales, verdicts = [scaler.get_scale()], []
+    for _ in range(12):
+        step(*problem.inputs, *problem.targets)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.settle()
+        assert optimizer.verdict is not None
+        verdicts.append(optimizer.verdict)
+        scales.append(scaler.get_scale())
+        if all(v.skipped for v in verdicts):
+            assert all(torch.equal(p, old) for p, old in zip(step.parameters(), before, strict=True))
+    assert verdicts[0].skipped
+    assert not verdicts[-1].skipped
+    tracker = 0
+    for verdict, scale, after in zip(verdicts, scales, scales[1:], strict=False):
+        tracker = 0 if verdict.skipped else tracker + 1
+        assert after == (scale / 2 if verdict.skipped else scale * 2 if tracker == 2 else scale)
+        tracker %= 2

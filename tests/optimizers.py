@@ -1,0 +1,115 @@
+"""Training with `PostValidated`, as its tests do it in one process and over several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.models import Problem, gpt2, mlp
+from tests.reference import compiled
+from zbfx.optim import PostValidated
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What training leaves: losses, parameters, and the optimizer's state by parameter."""
+
+    losses: list[float]
+    parameters: Mapping[str, Tensor]
+    state: Mapping[str, Mapping[str, Any]]
+    counts: Mapping[str, int]
+    norms: list[float]
+
+
+def train(
+    problem: Problem,
+    step: Any,
+    steps: int,
+    make: Make = adamw,
+    *,
+    scheduled: bool = False,
+    prepare: Callable[[PostValidated], None] = lambda optimizer: None,
+    **options: Any,
+) -> Result:
+    """`scheduled`: with a learning rate that changes after every step."""
+    optimizer = PostValidated(make(step.parameters()), step, **options)
+    prepare(optimizer)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if scheduled else None
+    losses, norms = [], []
+    for count in range(steps):
+        inputs, targets = (tuple(t.roll(count, 0) for t in group) for group in (problem.inputs, problem.targets))
+        losses.append(step(*inputs, *targets).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        if optimizer.verdict is not None:
+            norms.append(optimizer.verdict.norm)
+    optimizer.settle()
+    parameters = {name: p.detach().clone() for name, p in step.named_parameters()}
+    state = {name: dict(optimizer.state.get(p, {})) for name, p in step.named_parameters()}
+    return Result(losses, parameters, state, asdict(optimizer.counts), norms)
+
+
+def same_bits(found: Result, expected: Result) -> bool:
+    """Losses, parameters and state, bit for bit."""
+    assert found.state.keys() == expected.state.keys()
+    return str(found.losses) == str(expected.losses) and all(  # a NaN equals a NaN
+        torch.equal(found.parameters[name], parameter)
+        and found.state[name].keys() == expected.state[name].keys()
+        and all(torch.equal(torch.as_tensor(found.state[name][k]), torch.as_tensor(v)) for k, v in state.items())
+        for (name, parameter), state in zip(expected.parameters.items(), expected.state.values(), strict=True)
+    )
+
+
+def optimizer_ranks(rank: int) -> dict[str, Any]:
+    """Training over processes, with and without a barrier: the norm lies between what two ranks know, so that some step
+    early and are wrong."""
+    world = dist.get_world_size()
+    results: dict[str, Any] = {}
+    for name, schedule, max_norm in (("clips", "zb-h1", 0.1), ("h2", "zb-h2", 0.1), ("free", "1f1b", 10.0)):
+        for sync in (True, False):
+            problem = mlp(5)
+            step = compiled(problem, world, 5, schedule=schedule).bind()
+            results[f"{name} {sync}"] = asdict(train(problem, step, 8, max_norm=max_norm, sync=sync, scheduled=True))
+    problem = gpt2(4)
+    results["tied"] = asdict(train(problem, compiled(problem, world, 4).bind(), 4, max_norm=0.5))
+    alone = gpt2(4)
+    results["tied local"] = asdict(train(alone, compiled(alone, world, 4).run_local(), 4, max_norm=0.5, sync=True))
+    results["nan"] = not_finite(world)
+    return results
+
+
+def not_finite(world: int) -> dict[str, Any]:
+    """Three steps, the second of which has a NaN in its input."""
+    problem = mlp(5)
+    pipe = compiled(problem, world, 5)
+    step = pipe.bind()
+    optimizer = PostValidated(adamw(step.parameters()), step, max_norm=0.1)
+    step(*problem.inputs, *problem.targets)
+    optimizer.step()
+    optimizer.settle()
+    before = [p.detach().clone() for p in step.parameters()]
+    bad = problem.inputs[0].clone()
+    bad[2 * 3] = float("nan")
+    optimizer.zero_grad()
+    step(bad, *problem.targets)
+    optimizer.step()
+    optimizer.zero_grad()
+    later = step(*problem.inputs, *problem.targets)
+    cause = str(optimizer.verdict)
+    same = all(torch.equal(a, b) for a, b in zip(before, step.parameters(), strict=True))
+    optimizer.step()
+    optimizer.settle()
+    return {"cause": cause, "kept": same, "later": later.item(), "counts": asdict(optimizer.counts)}

@@ -1,0 +1,156 @@
+"""The way back in place: the step of an optimizer undone by arithmetic (the paper's appendix on rollback).
+
+It needs no memory. Every number comes back within a few units in the last place of the numbers that it was computed
+from, in the precision of its own type: parameters of theirs and the step's, moments of theirs and the gradient's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zbfx.errors import ZbfxError
+
+Group = Mapping[str, Any]  # hyperparameters
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Inverse:
+    """`undo(group, parameter, gradient, state, first)` puts back one parameter and its state, given the gradient that
+    the step used; `first`: the step made the state, and the caller deletes it. `obstacle(group)` says why there is no
+    inverse under these hyperparameters, or None."""
+
+    undo: Callable[[Group, Tensor, Tensor, State, bool], None]
+    obstacle: Callable[[Group], str | None]
+
+
+INVERSES: dict[type[torch.optim.Optimizer], Inverse] = {}
+
+
+def register_inverse(
+    optimizer: type[torch.optim.Optimizer],
+    undo: Callable[[Group, Tensor, Tensor, State, bool], None],
+    obstacle: Callable[[Group], str | None] = lambda group: None,
+) -> None:
+    """Make `rollback="arithmetic"` work for a further class of optimizers; see `Inverse` for both functions."""
+    INVERSES[optimizer] = Inverse(undo, obstacle)
+
+
+def obstacle_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> str | None:
+    """Why a step under these hyperparameters cannot be undone by arithmetic; None: it can."""
+    inverse = INVERSES.get(type(optimizer))
+    if inverse is None:
+        return f"{type(optimizer).__name__} has no inverse (zbfx.optim.register_inverse adds one)"
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p.is_complex() for p in parameters):
+        return "a parameter is complex"
+    return next((found for group in groups if (found := inverse.obstacle(group))), None)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In float32, or in float64 if it is."""
+    return tensor if tensor.dtype is torch.float64 else tensor.float()
+
+
+def number(value: Any) -> float:
+    """A hyperparameter, which may be a tensor, as a number."""
+    return float(value)
+
+
+def decay_obstacle(group: Group) -> str | None:
+    if number(group["lr"]) * number(group["weight_decay"]) == 1.0:
+        return "lr * weight_decay is 1: the step forgets the parameter"
+    return None
+
+
+def sgd_obstacle(group: Group) -> str | None:
+    if group["differentiable"]:
+        return "differentiable steps are part of a graph"
+    return decay_obstacle(group) if group["momentum"] == 0 or group["nesterov"] else None
+
+
+def undo_sgd(group: Group, parameter: Tensor, gradient: Tensor, state: State, first: bool) -> None:
+    lr, decay, momentum = (number(group[key]) for key in ("lr", "weight_decay", "momentum"))
+    g = -wide(gradient) if group["maximize"] else wide(gradient)
+    p = wide(parameter)
+    if momentum == 0.0:
+        parameter.copy_((p + lr * g) / (1.0 - lr * decay))
+        return
+    buffer = state["momentum_buffer"]
+    nesterov = group["nesterov"]
+    p = (p + lr * (g + momentum * wide(buffer))) / (1.0 - lr * decay) if nesterov else p + lr * wide(buffer)
+    parameter.copy_(p)
+    if not first:
+        buffer.copy_((wide(buffer) - (1.0 - number(group["dampening"])) * (g + decay * p)) / momentum)
+
+
+def adam_obstacle(group: Group) -> str | None:
+    beta1, beta2 = (number(beta) for beta in group["betas"])
+    if group["amsgrad"]:
+        return "amsgrad keeps the largest second moment, which forgets the one before"
+    if group["differentiable"]:
+        return "differentiable steps are part of a graph"
+    if beta1 == 0.0 or beta2 == 0.0:
+        return f"betas are {(beta1, beta2)}: a beta of 0 forgets the moment before"
+    return decay_obstacle(group) if group.get("decoupled_weight_decay") else None
+
+
+def undo_adam(group: Group, parameter: Tensor, gradient: Tensor, state: State, first: bool) -> None:
+    lr, decay, epsilon = (number(group[key]) for key in ("lr", "weight_decay", "eps"))
+    beta1, beta2 = (number(beta) for beta in group["betas"])
+    g = -wide(gradient) if group["maximize"] else wide(gradient)
+    count, m, v = number(state["step"]), state["exp_avg"], state["exp_avg_sq"]
+    root = wide(v).sqrt() / (1.0 - beta2**count) ** 0.5
+    p = wide(parameter) + lr / (1.0 - beta1**count) * wide(m) / (root + epsilon)
+    if group.get("decoupled_weight_decay"):
+        p = p / (1.0 - lr * decay)
+    else:
+        g = g + decay * p
+    parameter.copy_(p)
+    if not first:
+        m.copy_((wide(m) - (1.0 - beta1) * g) / beta1)
+        v.copy_(((wide(v) - (1.0 - beta2) * g * g) / beta2).clamp_(min=0.0))  # never below 0 by rounding
+        state["step"] -= 1
+
+
+register_inverse(torch.optim.SGD, undo_sgd, sgd_obstacle)
+register_inverse(torch.optim.Adam, undo_adam, adam_obstacle)
+register_inverse(torch.optim.AdamW, undo_adam, adam_obstacle)
+
+
+class Arithmetic:
+    """Undoes steps in place; remembers what it needs from before: which parameters had no state yet."""
+
+    def __init__(self) -> None:
+        self.fresh: set[int] = set()
+
+    def save(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
+        self.fresh = {id(parameter) for parameter in parameters if not optimizer.state.get(parameter)}
+
+    def restore(
+        self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], gradients: Mapping[int, Tensor]
+    ) -> None:
+        """Undo a step under these hyperparameters; `gradients` by the identity of the parameter."""
+        inverse = INVERSES[type(optimizer)]
+        for group, live in zip(groups, optimizer.param_groups, strict=True):
+            for parameter in live["params"]:
+                gradient = gradients.get(id(parameter))
+                if gradient is None:
+                    continue
+                first = id(parameter) in self.fresh
+                inverse.undo(group, parameter, gradient, optimizer.state[parameter], first)
+                if first:
+                    del optimizer.state[parameter]
+
+
+def checked_rollback(rollback: str | None, optimizer: torch.optim.Optimizer) -> str | None:
+    if rollback not in (None, "exact", "arithmetic"):
+        raise ZbfxError(f'rollback is "exact", "arithmetic" or None; found {rollback!r}')
+    if rollback == "arithmetic" and (obstacle := obstacle_of(optimizer, optimizer.param_groups)):
+        raise ZbfxError(f'rollback="arithmetic" does not work here: {obstacle}. Use rollback="exact"')
+    return rollback

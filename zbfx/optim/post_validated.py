@@ -1,0 +1,313 @@
+"""`PostValidated`: an optimizer of torch that clips and checks over all ranks of a pipeline without a barrier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zbfx.codegen import optimizer_program
+from zbfx.engine import take_turns
+from zbfx.errors import ZbfxError
+from zbfx.messages import messages_of, parameter_holders
+from zbfx.optim.inverse import Arithmetic, checked_rollback, obstacle_of
+from zbfx.optim.pending import PendingStep, hyperparameters
+from zbfx.optim.scaler import checked_scaler, update_scale
+from zbfx.optim.state import Act, Layout, Rules, Verdict, gradient_norms
+from zbfx.optim.undo import Undo
+from zbfx.run import RankRunner
+from zbfx.step import LocalStep, Step
+from zbfx.validation import chain_of, validation_of
+
+
+@dataclass
+class Counts:
+    """What became of the steps of an optimizer: how many clipped, were skipped, had to be undone on a rank of this
+    process (`rolled_back`), and made the forwards of the next step run again on all ranks (`repeated`)."""
+
+    steps: int = 0
+    clipped: int = 0
+    skipped: int = 0
+    rolled_back: int = 0
+    repeated: int = 0
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank does of a step: the parameters that it steps and the places of those that it counts in the norm."""
+
+    rank: int
+    names: tuple[str, ...]
+    counted: tuple[str, ...]
+
+
+class PostValidated(torch.optim.Optimizer):
+    """Wraps an optimizer of a pipeline's `step`: gradients are clipped by their norm over all ranks, and a step where
+    any of them is not finite is skipped on all, with the same results as after a barrier.
+
+        opt = zbfx.optim.PostValidated(torch.optim.AdamW(step.parameters()), step, max_norm=1.0)
+
+    Every rank steps at once on what it knows, learns the whole state while the next step warms up, and corrects itself
+    if it was wrong (section 4 of the paper). Until then parameters, state and gradients are not final: `settle()` makes
+    them so, on all ranks together, as do `state_dict`, `step.evaluate` and a second `step()`. Call it before you look
+    at parameters, and at the end of training. `zero_grad()` takes effect then, too.
+
+    optimizer    torch's, over `step.parameters()`, with any groups and schedulers; schedulers may also wrap this one
+    step         what `bind` or `run_local` gave, the same call on every rank
+    max_norm     largest norm of all gradients together, as in `torch.nn.utils.clip_grad_norm_`; None: no clipping
+    check_finite skip the step on all ranks if any gradient is not finite; `verdict` says where it began
+    grad_scaler  a `torch.amp.GradScaler`: backwards start from its scale, which is lowered on all ranks if a gradient
+                 is not finite. Neither `scale` nor `update` of it is to be called
+    rollback     how a wrong step is undone: "exact" (a copy of what it is about to change, on the device or, where that
+                 is full, on the host), "arithmetic" (the inverse of the step, in place, up to rounding); None: exact
+    sync         wait for all ranks in `step()` instead, as a barrier does: for comparison
+
+    `verdict` is that of the last settled step, `counts` adds them up. Raises `ZbfxError` for parameters that are not
+    the step's, and for what cannot be undone by arithmetic.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        step: Step,
+        *,
+        max_norm: float | None = None,
+        check_finite: bool = True,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        rollback: str | None = None,
+        sync: bool = False,
+    ) -> None:
+        # Not Optimizer.__init__: groups, state and hooks are the wrapped optimizer's (see __getattr__).
+        self.optimizer = checked_optimizer(optimizer, step)
+        self.target, self.sync = step, sync
+        self.rules = Rules(max_norm, check_finite)
+        self.rollback = checked_rollback(rollback, optimizer)
+        self.grad_scaler = checked_scaler(grad_scaler, check_finite)
+        self.pending: PendingStep | None = None
+        self.verdict: Verdict | None = None
+        self.counts = Counts()
+        self.undos: dict[int, Undo] = {}  # by rank
+        self.inverses: dict[int, Arithmetic] = {}
+        pipe = step.engine.pipe
+        self.parameters = pipe.tensors().named
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        holders = parameter_holders(pipe.stages, pipe.schedule.costs.placement)
+        self.stages: dict[str, set[int]] = {}
+        for stage in pipe.stages:
+            for phase in stage.phases.values():
+                for name in phase.gradients:
+                    self.stages.setdefault(name, set()).add(stage.index)
+        names = [name for name in self.parameters if name in self.stages]
+        self.layout = Layout.of(names, chain_of(pipe.schedule, pipe.loss_rank), holders)
+        self.shares = []
+        for runner in step.engine.runners:
+            counted = [n for n in names if self.layout.counted_by[n] == runner.rank and id(self.parameters[n]) in held]
+            own = [n for n in names if runner.rank in holders[n] and id(self.parameters[n]) in held]
+            stepped = counted if isinstance(step, LocalStep) else own  # ranks of one process share their tensors
+            self.shares.append(Share(runner.rank, tuple(stepped), tuple(counted)))
+        self.seen: dict[int, list[Any]] = {share.rank: [] for share in self.shares} if check_finite else {}
+        self.zero: bool | None = None  # whether the zero_grad that waits sets gradients to None
+        step.attach(self)
+        step.engine.scale = self.scale
+        self.runners: list[RankRunner] = []
+        if not sync:
+            self.build_runners()
+
+    def build_runners(self) -> None:
+        """The programs that pass the state on, one for each rank of this process."""
+        pipe = self.target.engine.pipe
+        validation = validation_of(
+            pipe.schedule,
+            messages_of(pipe.stages, pipe.schedule),
+            self.layout.chain,
+            self.layout.size,
+            pipe.reduction.dtype,
+        )
+        programs = [optimizer_program(validation, pipe.schedule, share.rank) for share in self.shares]
+        transports = self.target.transports(programs, validation.pairs)
+        for share, program, transport in zip(self.shares, programs, transports, strict=True):
+            runner = RankRunner(program, pipe.tensors(), transport, ())
+            runner.bound("reduce").run = lambda *state, share=share: self.reduce(share, *state)
+            runner.bound("step").run = lambda state, share=share: self.act(share, state)
+            self.runners.append(runner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"PostValidated({self.optimizer!r})"
+
+    @property
+    def programs(self) -> dict[int, str]:
+        """By rank, what `step()` does, as Python."""
+        return {runner.rank: runner.program.code for runner in self.runners}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Step on the gradients in `.grad`, without waiting for the other ranks; every rank calls it."""
+        if closure is not None:
+            raise ZbfxError("step takes no closure: a pipeline's step has computed the loss before")
+        self.settle()
+        scale = self.scale()
+        gradients = {name: self.parameters[name].grad for share in self.shares for name in share.names}
+        if scale != 1.0:
+            for gradient in gradients.values():
+                if gradient is not None:
+                    gradient.mul_(1.0 / scale)
+        seen = {rank: taken(watched) for rank, watched in self.seen.items()}
+        self.pending = PendingStep(self, gradients, hyperparameters(self.optimizer), seen)
+        if self.sync:
+            self.target.guarded(self.wait_and_step)
+        else:
+            self.target.guarded(self.pass_on_and_step)
+            if len(self.layout.chain) == 1:
+                self.pending.judge(self.pending.own_verdict())
+                self.pending.correct()
+
+    def pass_on_and_step(self) -> None:
+        take_turns(
+            [
+                runner.execute(range(len(runner.nodes)), {runner.nodes[0]: runner.transport}, self.target.count)
+                for runner in self.runners
+            ]
+        )
+
+    def wait_and_step(self) -> None:
+        """The same with a barrier."""
+        assert self.pending is not None, "step has begun"
+        state = self.empty_state()
+        for share in self.shares:
+            self.count(share, state)
+        self.target.add_up(state)
+        self.pending.judge(state)
+        self.pending.correct()
+
+    def empty_state(self) -> Tensor:
+        return torch.zeros(self.layout.size, dtype=torch.float64, device=self.target.engine.pipe.device)
+
+    def count(self, share: Share, state: Tensor) -> None:
+        """Add the norms of a rank's gradients to the state."""
+        assert self.pending is not None, "step has begun"
+        found = {name: gradient for name in share.counted if (gradient := self.pending.gradients[name]) is not None}
+        if found:
+            state[self.layout.places(list(found))] = torch.stack(gradient_norms(list(found.values())))
+
+    def reduce(self, share: Share, partial: Tensor | None = None) -> Tensor:
+        """The state with what this rank knows, and does on it."""
+        assert self.pending is not None, "step has begun"
+        state = self.empty_state() if partial is None else partial
+        self.count(share, state)
+        verdict = self.rules.judge(self.layout, state.tolist())
+        act = self.early_act(share.rank, verdict)
+        state[self.layout.place_of(share.rank)] = float(act)
+        self.pending.acts[share.rank] = (act, verdict)
+        if share.rank == self.layout.chain[-1]:
+            self.pending.state = state
+        return state
+
+    def early_act(self, rank: int, partial: Verdict) -> Act:
+        """What a rank does on a partial state: if a norm is too large already, or a gradient not finite, a step would
+        be wrong."""
+        if rank == self.layout.chain[-1]:
+            return Act.KNEW
+        return Act.STEPPED if partial.is_clean else Act.WAITED
+
+    def way_back(self, rank: int, groups: list[dict[str, Any]]) -> Undo | Arithmetic:
+        """How a rank undoes a step under these hyperparameters."""
+        if self.rollback == "arithmetic" and obstacle_of(self.optimizer, groups) is None:
+            return self.inverses.setdefault(rank, Arithmetic())
+        return self.undos.setdefault(rank, Undo())
+
+    def act(self, share: Share, state: Tensor) -> None:
+        assert self.pending is not None, "step has begun"
+        act, verdict = self.pending.acts[share.rank]
+        if act is Act.KNEW:
+            self.pending.apply(share.names, verdict)
+        elif act is Act.STEPPED:
+            self.pending.step_early(share)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Learn the verdict on the last step and correct it, if that has not happened yet; every rank calls it."""
+        if self.pending is None:
+            return
+        engine = self.target.engine
+        for runner in engine.runners:
+            runner.pending = self.pending
+
+        def verdicts() -> None:
+            take_turns([runner.settle(self.target.count) for runner in engine.runners])
+            for runner in engine.runners:
+                runner.transport.finish()
+
+        self.target.guarded(verdicts)
+
+    def settled(self, verdict: Verdict, rolled_back: bool) -> None:
+        """What follows from a verdict beside the parameters."""
+        self.verdict, self.pending = verdict, None
+        self.counts.steps += 1
+        self.counts.clipped += not verdict.skipped and verdict.factor != 1.0
+        self.counts.skipped += verdict.skipped
+        self.counts.rolled_back += rolled_back
+        self.counts.repeated += not self.sync and verdict.refutes_any
+        if self.grad_scaler is not None:
+            update_scale(self.grad_scaler, overflow=verdict.skipped)
+            for engine in (self.target.engine, *self.target.others.values()):
+                engine.rescale()
+        for runner in self.runners:
+            runner.transport.finish()
+        if self.zero is not None:
+            self.optimizer.zero_grad(self.zero)
+            self.zero = None
+
+    def scale(self) -> float:
+        """What backwards start from, times the gradient of the loss."""
+        return 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; while a step waits for its verdict, once that is known."""
+        if self.pending is None:
+            self.optimizer.zero_grad(set_to_none)
+        else:
+            self.zero = set_to_none
+
+    def state_dict(self) -> dict[str, Any]:
+        self.settle()
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.settle()
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ZbfxError("add groups to the optimizer before PostValidated wraps it")
+
+
+def checked_optimizer(optimizer: torch.optim.Optimizer, step: Step) -> torch.optim.Optimizer:
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, PostValidated):
+        raise ZbfxError(f"PostValidated wraps an optimizer of torch; found {type(optimizer).__name__}")
+    if not isinstance(step, Step):
+        raise ZbfxError(
+            f"the second argument is the step whose parameters are optimized, from pipe.bind() or pipe.run_local(); "
+            f"found {type(step).__name__}"
+        )
+    known = {id(tensor) for tensor in step.engine.pipe.tensors().named.values()}
+    strange = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    if strange:
+        raise ZbfxError(
+            f"{strange} parameters of the optimizer are not the pipeline's: their gradients would count on one rank "
+            f"alone. Make the optimizer from step.parameters(), and give others one of their own"
+        )
+    return optimizer
+
+
+def taken(watched: list[Any]) -> tuple[list[Any], Tensor | None]:
+    """The actions of a list of (action, number), and the numbers as one tensor; the list is cleared."""
+    actions, numbers = [action for action, _ in watched], [number for _, number in watched]
+    watched.clear()
+    return actions, torch.stack([number.double() for number in numbers]) if numbers else None

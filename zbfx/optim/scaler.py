@@ -1,0 +1,27 @@
+"""Loss scaling over all ranks: `torch.amp.GradScaler`'s policy, applied to the verdict of the whole pipeline."""
+
+from __future__ import annotations
+
+import torch
+
+from zbfx.errors import ZbfxError
+
+
+def checked_scaler(scaler: torch.amp.GradScaler | None, check_finite: bool) -> torch.amp.GradScaler | None:
+    if scaler is None or not scaler.is_enabled():
+        return None
+    if not check_finite:
+        raise ZbfxError("a grad_scaler lowers its scale when a gradient is not finite: it needs check_finite=True")
+    return scaler
+
+
+def update_scale(scaler: torch.amp.GradScaler, *, overflow: bool) -> None:
+    """Lower the scale after an overflow; raise it after enough steps without one."""
+    state = scaler.state_dict()
+    steps = 0 if overflow else state["_growth_tracker"] + 1
+    if overflow:
+        state["scale"] *= state["backoff_factor"]
+    elif steps == state["growth_interval"]:
+        state["scale"], steps = state["scale"] * state["growth_factor"], 0
+    state["_growth_tracker"] = steps
+    scaler.load_state_dict(state)

@@ -1,0 +1,115 @@
+"""What travels along the chain of ranks, and what follows from it: one number for each parameter and each rank.
+
+    state = (norm of the gradient of each trained parameter, in the model's order; what each rank did)
+
+A norm that is not known yet is 0. Sums run over the model's parameters, whoever holds them, and are rounded once: the
+norm depends neither on the placement nor on the number of ranks. What a rank did travels with the rest, so that all
+ranks conclude the same from the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from math import fsum, isfinite, sqrt
+
+from torch import Tensor
+
+from zbfx._torch import foreach_norm
+from zbfx.errors import ZbfxError
+
+CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+class Act(IntEnum):
+    """What a rank did before the verdict: nothing; a step as if nothing were to clip or skip; what the whole state
+    says (the last rank of the chain)."""
+
+    WAITED = 0
+    STEPPED = 1
+    KNEW = 2
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The places of the state. A parameter that several ranks hold counts once, by the first of them in the chain."""
+
+    names: tuple[str, ...]
+    chain: tuple[int, ...]
+    counted_by: Mapping[str, int]
+
+    @classmethod
+    def of(cls, names: Sequence[str], chain: tuple[int, ...], holders: Mapping[str, Sequence[int]]) -> Layout:
+        return cls(tuple(names), chain, {name: min(holders[name], key=chain.index) for name in names})
+
+    @property
+    def size(self) -> int:
+        return len(self.names) + len(self.chain)
+
+    def places(self, names: Sequence[str]) -> list[int]:
+        place = {name: k for k, name in enumerate(self.names)}
+        return [place[name] for name in names]
+
+    def place_of(self, rank: int) -> int:
+        return len(self.names) + rank
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a step of the optimizer must do, on every rank.
+
+    `norm` is the norm of all gradients, `factor` what they are multiplied by, `nonfinite` the parameters whose
+    gradients are not finite, and `acts` what each rank did before it knew. `cause` says where something that is not
+    finite began.
+    """
+
+    norm: float
+    factor: float
+    skipped: bool
+    nonfinite: tuple[str, ...]
+    acts: tuple[Act, ...]
+    cause: str = ""
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.skipped and self.factor == 1.0
+
+    def refutes(self, act: Act) -> bool:
+        """Whether a rank that did this must do something else instead."""
+        return (act is Act.STEPPED and not self.is_clean) or (act is Act.WAITED and not self.skipped)
+
+    @property
+    def refutes_any(self) -> bool:
+        return any(self.refutes(act) for act in self.acts)
+
+    def __str__(self) -> str:
+        if self.skipped:
+            return f"skipped: {self.cause}" if self.cause else "skipped: a gradient is not finite"
+        return f"gradient norm {self.norm:.6g}, multiplied by {self.factor:.6g}"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What makes a step clip (`max_norm`, None: nothing) or skip (`check_finite`)."""
+
+    max_norm: float | None
+    check_finite: bool
+
+    def __post_init__(self) -> None:
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ZbfxError(f"max_norm is a number above 0, or None to clip nothing; found {self.max_norm!r}")
+
+    def judge(self, layout: Layout, state: Sequence[float]) -> Verdict:
+        """The verdict if the state were complete."""
+        norms = dict(zip(layout.names, state, strict=False))
+        norm = sqrt(fsum(value * value for value in norms.values()))
+        bad = tuple(name for name, value in norms.items() if not isfinite(value))
+        ratio = 1.0 if self.max_norm is None else self.max_norm / (norm + CLIP_EPSILON)
+        acts = tuple(Act(int(act)) for act in state[len(layout.names) :])
+        return Verdict(norm, 1.0 if ratio >= 1.0 else ratio, self.check_finite and bool(bad), bad, acts)
+
+
+def gradient_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The norm of each gradient, in float64: finite for every finite gradient of at most 32 bits."""
+    return foreach_norm(gradients) if gradients else []

@@ -1,0 +1,181 @@
+"""What an optimizer step without a barrier adds to the programs (section 4 of the paper): who passes what to whom, and
+how far a rank may run before it must know whether the last step of its optimizer was right.
+
+After its last action a rank receives the gradient norms known so far (message `state>2`: to rank 2), adds its own and
+passes them on along a chain of ranks, whose last one knows all. Meanwhile every rank steps its optimizer. The full
+state comes back along the chain (`verdict>1`) while the forwards of the next step run: each rank looks at it after
+its *prefix*, the forwards before its first backward. If an early step was wrong, all ranks see so in the same
+numbers, correct it, and run the prefix again. Whatever is sent in a prefix and read after the reader's own prefix was
+made with wrong weights too: it is received and dropped before the prefix runs again.
+
+The loss goes the same way back (`loss>1`), as soon as the plan says that it does not wait for anybody: a broadcast at
+the end of the step would be a barrier itself.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from zbfx.messages import POST_AHEAD, Message, TensorLayout
+from zbfx.plan import Action, Kind, Schedule, parts
+
+
+class Neighbours(NamedTuple):
+    """The ranks before and after a rank in the chain; None at its ends."""
+
+    before: int | None
+    after: int | None
+
+
+@dataclass(frozen=True)
+class Validation:
+    """`chain`: the ranks in the order in which the state passes; the loss arises on the last. Per rank: `prefix`, how
+    many of its unfused actions run before it looks at the verdict, and `loss_at`, before which of them it passes on
+    the loss."""
+
+    chain: tuple[int, ...]
+    prefix: tuple[int, ...]
+    loss_at: tuple[int, ...]
+    state: TensorLayout
+    loss: TensorLayout
+
+    def neighbours(self, rank: int) -> Neighbours:
+        place = self.chain.index(rank)
+        after = self.chain[place + 1] if place + 1 < len(self.chain) else None
+        return Neighbours(self.chain[place - 1] if place else None, after)
+
+    def message(self, kind: str, source: int, target: int) -> Message:
+        layout = self.loss if kind == "loss" else self.state
+        return Message(f"{kind}>{target}", None, None, source, target, (kind,), (layout,))
+
+    @property
+    def pairs(self) -> set[tuple[int, int]]:
+        """The (source, target) ranks between which the state and the verdict travel."""
+        links = list(zip(self.chain, self.chain[1:], strict=False))
+        return {*links, *((after, before) for before, after in links)}
+
+
+def chain_of(schedule: Schedule, loss_rank: int) -> tuple[int, ...]:
+    """All ranks: those whose backwards begin last come first, and the rank of the loss, which begins, last."""
+    first_backward = [
+        next((span.start_s for span in spans if span.action.kind is not Kind.F), 0.0) for spans in schedule.spans
+    ]
+    ranks = range(len(schedule.ranks))
+    return tuple(sorted(ranks, key=lambda rank: (rank == loss_rank, -first_backward[rank], rank)))
+
+
+def validation_of(
+    schedule: Schedule, messages: Sequence[Message], chain: tuple[int, ...], state_size: int, loss: torch.dtype
+) -> Validation:
+    orders = [[part for action in order for part in parts(action)] for order in schedule.ranks]
+    starts = [
+        # An action beside another may start before the one that it comes after in the order.
+        list(accumulate((span.start_s for span in spans for _ in parts(span.action)), max))
+        for spans in schedule.spans
+    ]
+    prefix = prefixes(orders, messages)
+    loss_at = loss_positions(chain, orders, starts, prefix)
+    state = TensorLayout((state_size,), (1,), torch.float64)
+    return Validation(chain, prefix, loss_at, state, TensorLayout((), (), loss))
+
+
+def prefixes(orders: Sequence[Sequence[Action]], messages: Sequence[Message]) -> tuple[int, ...]:
+    """How many forwards each rank runs before its first backward, cut so that what they read of other ranks is made in
+    the prefixes of those."""
+    lengths = [next((k for k, a in enumerate(order) if a.kind is not Kind.F), len(order)) for order in orders]
+    position = {action: (rank, k) for rank, order in enumerate(orders) for k, action in enumerate(order)}
+    reads = [(position[m.producer], position[m.consumer]) for m in messages if m.producer and m.consumer]
+    changed = True
+    while changed:
+        changed = False
+        for (source, made_at), (target, read_at) in reads:
+            if read_at < lengths[target] and made_at >= lengths[source]:
+                lengths[target], changed = read_at, True
+    return tuple(lengths)
+
+
+def loss_positions(
+    chain: Sequence[int],
+    orders: Sequence[Sequence[Action]],
+    starts: Sequence[Sequence[float]],
+    prefix: Sequence[int],
+) -> tuple[int, ...]:
+    """Every rank passes the loss on before its first action that, in the plan, starts after the rank before it did so.
+
+    All waiting goes back in the plan's time, so the ranks cannot wait for each other in a circle.
+    """
+    *others, last = chain
+    positions = {last: max((k + 1 for k, action in enumerate(orders[last]) if action.kind is Kind.F), default=0)}
+    previous = last
+    for rank in reversed(others):
+        sent_at = positions[previous]
+        sent_s = starts[previous][sent_at] if sent_at < len(starts[previous]) else float("inf")
+        positions[rank] = max(prefix[rank], bisect_left(starts[rank], sent_s))
+        previous = rank
+    return tuple(positions[rank] for rank in range(len(orders)))
+
+
+class RankValidation:
+    """One rank's part in it: what comes from and goes to its neighbours, and when it posts its receives.
+
+    `incoming` are the rank's messages and the loss, each sender's in the order in which it sends them. `dropped` are
+    those that a prefix sends and that are read after this rank's own.
+    """
+
+    def __init__(self, validation: Validation, schedule: Schedule, incoming: Sequence[Message], rank: int) -> None:
+        self.validation, self.rank = validation, rank
+        self.prefix, self.loss_at = validation.prefix[rank], validation.loss_at[rank]
+        self.before, self.after = validation.neighbours(rank)
+        orders = [[part for action in order for part in parts(action)] for order in schedule.ranks]
+        self.early = {a for order, count in zip(orders, validation.prefix, strict=True) for a in order[:count]}
+        self.dropped = tuple(m for m in incoming if m.producer in self.early and m.consumer not in self.early)
+        self.incoming = list(incoming)
+        loss, _ = self.passed_on("loss")
+        if loss is not None:
+            sent_at = {action: k + 1 for order in orders for k, action in enumerate(order)}
+            place = next(
+                (
+                    k
+                    for k, m in enumerate(incoming)
+                    if m.producer and m.source == loss.source and sent_at[m.producer] > validation.loss_at[loss.source]
+                ),
+                len(incoming),
+            )
+            self.incoming.insert(place, loss)
+
+    def passed_on(self, kind: str) -> tuple[Message | None, Message | None]:
+        """The message that a rank gets from one neighbour, and the one that it sends to the other."""
+        source, target = (self.before, self.after) if kind == "state" else (self.after, self.before)
+        return (
+            None if source is None else self.validation.message(kind, source, self.rank),
+            None if target is None else self.validation.message(kind, self.rank, target),
+        )
+
+    def needed_at(self) -> dict[str, int]:
+        """Before which action these messages count as needed.
+
+        What is dropped if the verdict says so is posted as soon as the verdict is known: a captured prefix ends when
+        all that it sent has arrived. On the verdict's own channel it comes before the verdict.
+        """
+        needed = {m.key: self.prefix + (0 if m.source == self.after else POST_AHEAD) for m in self.dropped}
+        return needed | {m.key: self.loss_at for m in self.incoming if m.producer is None}
+
+    def not_before(self) -> dict[str, int]:
+        """Before which action these messages may not be posted yet. Channels keep the order of sending: what is sent
+        once comes after all of a prefix that may be sent twice, and after the verdict."""
+        twice = {m.source for m in self.incoming if m.producer in self.early}
+        return {
+            m.key: self.prefix
+            for m in self.incoming
+            if m.producer not in self.early and m.source in twice | {self.after}
+        }
+
+    def released_after_verdict(self, message: Message) -> bool:
+        """Whether the reader of a message of this rank's prefix reads it after its own."""
+        return message.producer in self.early and message.consumer not in self.early
