@@ -321,7 +321,7 @@ def test_batches_of_other_shapes_between_a_step_and_its_verdict() -> None:
 
 def test_gradients_accumulate_over_several_steps() -> None:
     """Also where nothing is cleared between the optimizer's steps: what was clipped stays clipped."""
-    found = {}
+    found: dict[bool, tuple[list[float], list[Tensor]]] = {}
     for sync in (True, False):
         problem = mlp(3)
         step = compiled(problem, 3, 3).run_local()
