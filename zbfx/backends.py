@@ -2,27 +2,31 @@
 
 eager               the phases' aten ops, launched from Python
 inductor            each phase compiled by torch.compile, after the split
-cudagraph           the whole step of the rank, sends and receives included, captured once and replayed
+cudagraph           the whole step of the rank, sends and receives included, captured once and replayed (in two parts
+                    where an optimizer step is validated between them)
 cudagraph+inductor  compiled phases, captured
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from zbfx.engine import Engine
+from zbfx.engine import Engine, take_turns
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Phase
+from zbfx.run import restore
 from zbfx.step import RankStep
 from zbfx.variants import FORWARD
 
 if TYPE_CHECKING:
     from zbfx.pipeline import Pipeline
+
+T = TypeVar("T")
 
 BACKENDS = ("eager", "inductor", "cudagraph", "cudagraph+inductor")
 
@@ -50,11 +54,16 @@ class Capture:
 
     graph: torch.cuda.CUDAGraph
     loss: Tensor
+    prefix: torch.cuda.CUDAGraph | None = None  # what runs before the verdict on an optimizer step
+    received: frozenset[str] = frozenset()  # messages for later that the prefix receives
+    watched: tuple[Any, ...] = ()
 
 
 class CapturedStep(RankStep):
-    """A step as one CUDA graph. The first run of an engine is eager, and warms everything up; the second captures,
-    without running anything, and replays; later ones copy the batch into static buffers and replay.
+    """A step as one CUDA graph, or two where an optimizer step is validated between them.
+
+    The first run of an engine is eager, and warms everything up; the second captures, without running anything, and
+    replays; later ones copy the batch into static buffers and replay.
 
     Random ops draw from the device's default generator, in program order: masks differ from those of other backends.
     Evaluation runs eagerly.
@@ -82,24 +91,61 @@ class CapturedStep(RankStep):
         for static_row, row in zip(self.static_rows[id(engine)], rows, strict=True):
             for static, tensor in zip(static_row, row, strict=True):
                 static.copy_(tensor, non_blocking=True)
-        if engine.captured is None or runner.recorder is not None:
+        starts = engine.captured is None or runner.recorder is not None
+        if starts:
+            if self.optimizer is not None:
+                self.optimizer.settle()  # capturing binds the gradients anew
+            runner.pending = None
             engine.captured = self.capture(engine)
-        else:
-            runner.start_gradients()
+        captured: Capture = engine.captured
         if runner.recorder is not None:
             self.channels.barrier()
             runner.recorder.start = runner.recorder.mark()
-        engine.captured.graph.replay()
-        return engine.captured.loss.clone()
+        buffers = runner.written_early() if runner.pending else {}
+        if captured.prefix is not None:
+            captured.prefix.replay()
+        if runner.pending is not None and finished(runner.settle(self.count)):
+            assert captured.prefix is not None, "an optimizer waits for its verdict"
+            finished(runner.drop_early(captured.received))
+            restore(buffers)
+            captured.prefix.replay()
+        if not starts:
+            runner.start_gradients()
+        captured.graph.replay()
+        if runner.watched is not None:
+            runner.watched[:] = captured.watched
+        return captured.loss.clone()
 
     def capture(self, engine: Engine) -> Capture:
         torch.cuda.synchronize()
         engine.runners[0].start(engine.loss_gradient)
         graph = torch.cuda.CUDAGraph()
         try:
+            if engine.runners[0].program.validation is not None:
+                return self.capture_parts(engine, graph)
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 return Capture(graph, self.run_program(engine, self.static_rows[id(engine)]))
         except RuntimeError as error:
             raise ZbfxError(
                 f"this step cannot be captured as a CUDA graph: {error}. Use backend='eager' or 'inductor'"
             ) from error
+
+    def capture_parts(self, engine: Engine, graph: torch.cuda.CUDAGraph) -> Capture:
+        """The prefix as a graph of its own, which may be replayed twice, and the rest. All that the prefix sends or has
+        posted must have arrived at its end: a graph cannot wait for what another began."""
+        runner, prefix = engine.runners[0], torch.cuda.CUDAGraph()
+        if runner.watched is not None:
+            runner.watched.clear()
+        with torch.cuda.graph(prefix, capture_error_mode="thread_local"):
+            environment = runner.given(engine.inputs(self.static_rows[id(engine)], runner, self.seed_of_step()))
+            finished(runner.warm_up(environment, self.count))
+            received = frozenset(runner.transport.join())
+        with torch.cuda.graph(graph, pool=prefix.pool(), capture_error_mode="thread_local"):
+            self.losses = finished(runner.complete(environment, self.count))
+        assert runner.loss is not None, "such programs return the loss"
+        return Capture(graph, runner.loss, prefix, received, tuple(runner.watched or ()))
+
+
+def finished(run: Generator[int, None, T]) -> T:
+    """The result of a run whose messages arrive by themselves."""
+    return take_turns([run])[0]

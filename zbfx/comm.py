@@ -65,7 +65,7 @@ class Transport(Protocol):
 
     def posted_once(self, key: str) -> None: ...
 
-    def join(self) -> None: ...
+    def join(self) -> set[str]: ...
 
 
 def post(transport: Transport, key: str) -> None:
@@ -153,8 +153,9 @@ class LocalTransport:
     def finish(self) -> None:
         """Nothing is on its way once a program has ended."""
 
-    def join(self) -> None:
+    def join(self) -> set[str]:
         """Nothing is on its way."""
+        return set()
 
     def drop(self) -> None:
         self.mailbox.clear()
@@ -387,13 +388,15 @@ class GroupTransport:
         for key in list(self.sent):
             self.release(key)
 
-    def join(self) -> None:
-        """Wait until everything sent has left and everything posted has come; it can be received later."""
+    def join(self) -> set[str]:
+        """Wait until everything sent has left and everything posted has come; returns the latter's keys, which are
+        received later."""
         for key, (works, values) in list(self.posted.items()):
             for work in works:
                 self.wait(work, f"message {key} from rank {self.messages[key].source}")
             self.posted[key] = ([], values)
         self.finish()
+        return set(self.posted)
 
     def wait(self, work: dist.Work, what: str) -> None:
         try:

@@ -195,14 +195,13 @@ class RankRunner:
 
         Returns the losses of the microbatches, in order, on the rank that computes them.
         """
-        given: Environment = dict(zip(self.nodes, (self.transport, *microbatches), strict=False))
+        given = self.given(microbatches)
         environment = dict(given)
-        begin, end = self.program.verdict
         buffers = self.written_early() if self.pending else {}
         notes: list[list[Any]] = [self.recorder.marks] if self.recorder else []
         notes += [] if self.watched is None else [self.watched]
         noted_before = [len(noted) for noted in notes]
-        yield from self.execute(range(begin), environment, step)
+        yield from self.warm_up(environment, step)
         wrong = False
         if self.pending is not None:
             wrong = yield from self.settle(step)
@@ -213,8 +212,20 @@ class RankRunner:
             yield from self.drop_early()
             restore(buffers)
             environment = given
-            yield from self.execute(range(begin), environment, step)
-        yield from self.execute(range(end, len(self.nodes)), environment, step)
+            yield from self.warm_up(environment, step)
+        return (yield from self.complete(environment, step))
+
+    def given(self, microbatches: Sequence[comm.Microbatch]) -> Environment:
+        """The values of the program's placeholders."""
+        return dict(zip(self.nodes, (self.transport, *microbatches), strict=False))
+
+    def warm_up(self, environment: Environment, step: int) -> Generator[int, None, None]:
+        """Run the prefix: what may run before the verdict on an optimizer step; nothing in programs without one."""
+        return self.execute(range(self.program.verdict[0]), environment, step)
+
+    def complete(self, environment: Environment, step: int) -> Run:
+        """Run everything after the prefix."""
+        yield from self.execute(range(self.program.verdict[1], len(self.nodes)), environment, step)
         self.transport.finish()
         results: tuple[Tensor, ...] = fx.map_arg(self.nodes[-1].args[0], environment.__getitem__)
         if self.program.validation is not None:
@@ -233,18 +244,19 @@ class RankRunner:
         with on_stream(pending.stream):
             yield from self.execute(range(*self.program.verdict), environment, step)
         self.pending = None
-        wrong = pending.correct()
-        return wrong
+        return pending.correct()
 
     def written_early(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The buffers that forwards write, and copies of them."""
         names = {name for call in self.calls if call.phase.kind is Kind.F for name in call.phase.updates}
         return {name: (self.tensors.named[name], self.tensors.named[name].clone()) for name in names}
 
-    def drop_early(self) -> Generator[int, None, None]:
-        """Receive and drop what other ranks' prefixes sent that this one's did not read."""
+    def drop_early(self, received: Collection[str] = ()) -> Generator[int, None, None]:
+        """Receive and drop what other ranks' prefixes sent that this one's did not read, unless `received` already."""
         assert self.program.validation is not None, "only such programs have a prefix"
         for message in self.program.validation.dropped:
+            if message.key in received:
+                continue
             self.transport.posted_once(message.key)
             while not self.transport.ready(message.key):
                 yield -1
@@ -295,7 +307,9 @@ class RankRunner:
         assert self.watched is not None, "asked for"
         for value in results:
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
-                self.watched.append((node.meta["action"], torch.linalg.vector_norm(value, torch.inf)))
+                dtype = torch.promote_types(value.dtype, torch.float32)
+                largest = torch.linalg.vector_norm(value, torch.inf, dtype=dtype)
+                self.watched.append((node.meta["action"], largest))
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:

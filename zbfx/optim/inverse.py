@@ -147,6 +147,12 @@ class Arithmetic:
                 if first:
                     del optimizer.state[parameter]
 
+    def forget(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
+        """Delete the state that a step made without changing anything."""
+        for parameter in parameters:
+            if id(parameter) in self.fresh:
+                optimizer.state.pop(parameter, None)
+
 
 def checked_rollback(rollback: str | None, optimizer: torch.optim.Optimizer) -> str | None:
     if rollback not in (None, "exact", "arithmetic"):

@@ -32,14 +32,23 @@ class PendingStep:
         self.state: Tensor | None = None
         self.verdict: Verdict | None = None
         self.wrong: bool | None = None
-        self.stream: torch.cuda.Stream | None = None
+        self.stream = owner.stream
+        self.known: torch.cuda.Event | None = None  # on the device: the state is complete
+
+    def complete(self, state: Tensor) -> None:
+        """The last rank of the chain has the whole state."""
+        self.state = state
+        if state.is_cuda:
+            self.known = torch.cuda.current_stream().record_event()
 
     def own_verdict(self) -> Tensor:
         assert self.state is not None, "the last rank has the whole state"
+        if self.known is not None:
+            torch.cuda.current_stream().wait_event(self.known)
         return self.state
 
     def judge(self, verdict: Tensor) -> None:
-        self.verdict = self.owner.rules.judge(self.owner.layout, verdict.tolist())
+        self.verdict = self.owner.rules.judge(self.owner.layout, read(verdict))
 
     def correct(self) -> bool:
         if self.wrong is None:
@@ -54,27 +63,39 @@ class PendingStep:
             verdict = describe(verdict, owner, self.seen)
         rolled_back = False
         for share in owner.shares:
-            act, _ = self.acts.get(share.rank, (Act.WAITED, None))
+            act = verdict.acts[share.rank]
             if verdict.refutes(act):
-                if act is Act.STEPPED:
+                if act is Act.STEPPED or owner.decides_on_device:  # a step that the device left out made state, too
                     self.roll_back(share)
-                    rolled_back = True
+                rolled_back |= act is Act.STEPPED
                 self.apply(share.names, verdict)
+            elif act is Act.WAITED and owner.decides_on_device:
+                self.roll_back(share)
         owner.settled(verdict, rolled_back)
         return verdict.refutes_any
 
-    def step_early(self, share: Share) -> None:
-        """Step as if nothing were to clip or to skip, with a way back."""
+    def step_early(self, share: Share, leave_out: Tensor | None = None) -> None:
+        """Step as if nothing were to clip or to skip, with a way back; not if `leave_out`, on the device, is 1."""
         owner = self.owner
         parameters = [owner.parameters[name] for name in share.names if self.gradients[name] is not None]
         owner.way_back(share.rank, self.groups).save(owner.optimizer, parameters)
-        self.take(share.names)
+        if leave_out is None:
+            self.take(share.names)
+            return
+        owner.optimizer.found_inf = leave_out  # type: ignore[attr-defined]  # what fused optimizers read
+        try:
+            self.take(share.names)
+        finally:
+            del owner.optimizer.found_inf  # type: ignore[attr-defined]
 
     def roll_back(self, share: Share) -> None:
         owner = self.owner
         way = owner.way_back(share.rank, self.groups)
+        assert self.verdict is not None, "judged before"
         if isinstance(way, Undo):
             way.restore(owner.optimizer)
+        elif self.verdict.acts[share.rank] is Act.WAITED:
+            way.forget(owner.optimizer, [owner.parameters[name] for name in share.names])
         else:
             used = {id(owner.parameters[name]): self.gradients[name] for name in share.names}
             way.restore(owner.optimizer, self.groups, {key: g for key, g in used.items() if g is not None})
@@ -96,6 +117,16 @@ class PendingStep:
         own = {id(owner.parameters[name]): self.gradients[name] for name in names}
         with gradients_set(owner.optimizer, own), hyperparameters_set(owner.optimizer, self.groups):
             owner.optimizer.step()
+
+
+def read(state: Tensor) -> list[float]:
+    """The numbers of a tensor of the current stream; what other streams have queued goes on meanwhile."""
+    if state.is_cuda:
+        copy = torch.empty_like(state, device="cpu", pin_memory=True)
+        copy.copy_(state, non_blocking=True)
+        torch.cuda.current_stream().record_event().synchronize()
+        state = copy
+    return state.tolist()
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -14,13 +14,15 @@ from zbfx.engine import take_turns
 from zbfx.errors import ZbfxError
 from zbfx.messages import messages_of, parameter_holders
 from zbfx.optim.inverse import Arithmetic, checked_rollback, obstacle_of
-from zbfx.optim.pending import PendingStep, hyperparameters
+from zbfx.optim.pending import PendingStep, hyperparameters, read
 from zbfx.optim.scaler import checked_scaler, update_scale
 from zbfx.optim.state import Act, Layout, Rules, Verdict, gradient_norms
 from zbfx.optim.undo import Undo
 from zbfx.run import RankRunner
 from zbfx.step import LocalStep, Step
 from zbfx.validation import chain_of, validation_of
+
+WITH_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 @dataclass
@@ -89,6 +91,10 @@ class PostValidated(torch.optim.Optimizer):
         self.pending: PendingStep | None = None
         self.verdict: Verdict | None = None
         self.counts = Counts()
+        device = step.engine.pipe.device
+        in_turn = device.type != "cuda" or isinstance(step, LocalStep)  # one stream for all
+        self.stream = None if in_turn else torch.cuda.Stream(device)
+        self.places: dict[tuple[str, ...], Tensor] = {}  # of parameters in the state, on the device
         self.undos: dict[int, Undo] = {}  # by rank
         self.inverses: dict[int, Arithmetic] = {}
         pipe = step.engine.pipe
@@ -195,20 +201,34 @@ class PostValidated(torch.optim.Optimizer):
         assert self.pending is not None, "step has begun"
         found = {name: gradient for name in share.counted if (gradient := self.pending.gradients[name]) is not None}
         if found:
-            state[self.layout.places(list(found))] = torch.stack(gradient_norms(list(found.values())))
+            names = tuple(found)
+            if names not in self.places:
+                self.places[names] = torch.tensor(self.layout.places(names), device=state.device)
+            state.index_copy_(0, self.places[names], torch.stack(gradient_norms(list(found.values()))))
 
     def reduce(self, share: Share, partial: Tensor | None = None) -> Tensor:
         """The state with what this rank knows, and does on it."""
         assert self.pending is not None, "step has begun"
         state = self.empty_state() if partial is None else partial
         self.count(share, state)
-        verdict = self.rules.judge(self.layout, state.tolist())
-        act = self.early_act(share.rank, verdict)
-        state[self.layout.place_of(share.rank)] = float(act)
-        self.pending.acts[share.rank] = (act, verdict)
+        place = self.layout.place_of(share.rank)
+        if self.decides_on_device:
+            state[place] = self.rules.is_clean(state[: len(self.layout.names)])
+        else:
+            verdict = self.rules.judge(self.layout, read(state))
+            act = self.early_act(share.rank, verdict)
+            state[place] = float(act)
+            self.pending.acts[share.rank] = (act, verdict)
         if share.rank == self.layout.chain[-1]:
-            self.pending.state = state
+            self.pending.complete(state)
         return state
+
+    @property
+    def decides_on_device(self) -> bool:
+        """Whether early steps are left out by the device, which fused optimizers can, and not by this process, which
+        would wait for the gradients to read their norms."""
+        fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        return fused and type(self.optimizer) in WITH_FUSED and len(self.layout.chain) > 1
 
     def early_act(self, rank: int, partial: Verdict) -> Act:
         """What a rank does on a partial state: if a norm is too large already, or a gradient not finite, a step would
@@ -225,6 +245,9 @@ class PostValidated(torch.optim.Optimizer):
 
     def act(self, share: Share, state: Tensor) -> None:
         assert self.pending is not None, "step has begun"
+        if self.decides_on_device:
+            self.pending.step_early(share, leave_out=1.0 - state[self.layout.place_of(share.rank)].float())
+            return
         act, verdict = self.pending.acts[share.rank]
         if act is Act.KNEW:
             self.pending.apply(share.names, verdict)
@@ -310,4 +333,6 @@ def taken(watched: list[Any]) -> tuple[list[Any], Tensor | None]:
     """The actions of a list of (action, number), and the numbers as one tensor; the list is cleared."""
     actions, numbers = [action for action, _ in watched], [number for _, number in watched]
     watched.clear()
-    return actions, torch.stack([number.double() for number in numbers]) if numbers else None
+    if len({number.dtype for number in numbers}) > 1:
+        numbers = [number.double() for number in numbers]
+    return actions, torch.stack(numbers) if numbers else None

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from math import fsum, isfinite, sqrt
 
+import torch
 from torch import Tensor
 
 from zbfx._torch import foreach_norm
@@ -108,6 +109,16 @@ class Rules:
         ratio = 1.0 if self.max_norm is None else self.max_norm / (norm + CLIP_EPSILON)
         acts = tuple(Act(int(act)) for act in state[len(layout.names) :])
         return Verdict(norm, 1.0 if ratio >= 1.0 else ratio, self.check_finite and bool(bad), bad, acts)
+
+    def is_clean(self, norms: Tensor) -> Tensor:
+        """1 where a step may go ahead, else 0, without reading the numbers: a float64 scalar. `judge` may differ in the
+        last bit of the norm; what the rank did travels with the state."""
+        clean = torch.ones((), dtype=torch.bool, device=norms.device)
+        if self.max_norm is not None:
+            clean &= self.max_norm / (norms.square().sum().sqrt() + CLIP_EPSILON) >= 1.0
+        if self.check_finite:
+            clean &= norms.isfinite().all()
+        return clean.double()
 
 
 def gradient_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
