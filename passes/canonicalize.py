@@ -1,6 +1,6 @@
 """Joint -> Joint in the form that the other passes expect.
 
-1. No `detach` and no `alias`: in a functional graph they are their input.
+1. No `detach`, no `alias`, no slice that leaves nothing out: in a functional graph they are their input.
 2. A buffer that the model writes is read once, through a clone, so that later microbatches cannot change what was read.
 3. A parameter's gradient is listed as its separate contributions, not as their sum: each then belongs to one stage.
 4. A fused backward node that computes an expensive gradient of both kinds becomes two nodes.
@@ -18,12 +18,12 @@ import operator
 from dataclasses import replace
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from zbfx._torch import GRADIENT_ADDITION_MARK
 from zbfx.errors import TraceError
 from zbfx.graphs import Joint, Port, Role, copy_graph
-from zbfx.passes.nodes import is_view
+from zbfx.passes.nodes import expression, is_view
 
 aten = torch.ops.aten
 
@@ -43,6 +43,8 @@ READ_AS_DENSE = {
     aten._scaled_dot_product_efficient_attention.default: (0, 1, 2),
     aten._scaled_dot_product_efficient_attention_backward.default: (0, 1, 2, 3),
 }
+
+SLICES = (aten.slice.Tensor, aten.slice_backward.default)
 
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
 
@@ -77,9 +79,16 @@ def refuse_collective(node: fx.Node) -> None:
 
 def remove_identities(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
-        if node.target in (aten.detach.default, aten.alias.default):
+        whole = node.target in SLICES and same_sizes(node.meta["val"], node.args[0].meta["val"])
+        if whole or node.target in (aten.detach.default, aten.alias.default):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def same_sizes(one: Tensor, other: Tensor) -> bool:
+    """Whether both have the same shape and strides, whatever numbers their symbols stand for."""
+    sizes = [[expression(size) for size in (*tensor.shape, *tensor.stride())] for tensor in (one, other)]
+    return sizes[0] == sizes[1]
 
 
 def write_what_is_copied(joint: Joint) -> None:

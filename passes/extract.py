@@ -18,7 +18,7 @@ from torch import fx
 
 from zbfx.graphs import Phase, Port, Role, Split, Stage
 from zbfx.passes.accumulate import accumulate_in_products
-from zbfx.passes.nodes import is_random, is_view, storage_owner, value_bytes
+from zbfx.passes.nodes import expression, is_random, is_view, storage_owner, value_bytes
 from zbfx.plan import Kind
 from zbfx.rng import seeded, stream_of
 
@@ -61,7 +61,9 @@ def extract(split: Split) -> tuple[Stage, ...]:
                 phases,
                 examples={node.name: node.meta["val"] for node in crossing},
                 storages={
-                    node.name: (owner.name, value_bytes(owner)) for node in crossing for owner in [storage_owner(node)]
+                    node.name: (owner.name, value_bytes(owner, expression))
+                    for node in crossing
+                    for owner in [storage_owner(node)]
                 },
                 origins={node.name: (placed.stage_of[node], split.phase_of[node]) for node in crossing},
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -54,7 +54,17 @@ def flop_formula(node: fx.Node) -> Any:
     return flop_registry.get(known.get(node.target, getattr(node.target, "overloadpacket", None)))
 
 
-def flops(node: fx.Node) -> int:
+def hint(size: Any) -> int:
+    """A size as a number: where it is a symbol, that of the shapes that were traced. Enough to choose by."""
+    return int(size.node.hint if isinstance(size, torch.SymInt) else size)
+
+
+def expression(size: Any) -> Any:
+    """A size as a number, or as a sympy expression where it is a symbol."""
+    return size.node.expr if isinstance(size, torch.SymInt) else int(size)
+
+
+def flops(node: fx.Node, size: Callable[[Any], Any] = hint) -> Any:
     """Floating-point operations of matrix products, convolutions and attention; 0 for everything else."""
     formula = flop_formula(node)
     if formula is None:
@@ -62,7 +72,7 @@ def flops(node: fx.Node) -> int:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     if node.target in ATTENTION_FORWARD:
         args, kwargs = args[:4] if "backward" in str(node.target) else args[:3], {}
-    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+    return size(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 
 def tensors(value: Any) -> Iterable[Tensor]:
@@ -74,9 +84,9 @@ def tensors(value: Any) -> Iterable[Tensor]:
     return ()
 
 
-def value_bytes(node: fx.Node) -> int:
+def value_bytes(node: fx.Node, size: Callable[[Any], Any] = hint) -> Any:
     """Bytes of the node's value, as if it owned them."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(node.meta["val"]))
+    return sum(size(tensor.numel()) * tensor.element_size() for tensor in tensors(node.meta["val"]))
 
 
 def storage_owner(node: fx.Node) -> fx.Node:

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.reference import assert_same
+
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 120
 SOON_S = 20.0
@@ -89,6 +91,13 @@ def test_parameter_that_several_ranks_read_is_made_equal(three: Results) -> None
 
 def test_random_numbers_follow_the_seed_of_rank_0(three: Results) -> None:
     assert three[0]["seeded"] == three[2]["seeded"] == three[0]["seeded local"]
+
+
+def test_further_shapes_from_one_trace(three: Results) -> None:
+    for rank in (0, 2):
+        for loss, gradients, expected, wanted in three[rank]["shapes"]["steps"]:
+            assert_same((loss, gradients), (expected, wanted), 1e-6)
+        assert not [note for notes in three[rank]["shapes"]["notes"] for note in notes if "traced for" in note]
 
 
 def refusals(results: Results, case: str, kind: str) -> list[str]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import zbfx
 from tests.models import Problem, gpt, gpt2, mlp, numbers
 from tests.optimizers import optimizer_ranks
-from tests.reference import compiled, rescheduled
+from tests.reference import compiled, reference, rescheduled
 
 LIMIT_S = 100  # for all ranks to end
 STEPS = 20
@@ -141,8 +141,22 @@ def three_ranks(rank: int) -> dict[str, Any]:
     pipe = compiled(dropout, 3, 3)
     results["seeded"] = pipe.bind()(*dropout.inputs, *dropout.targets).item()
     results["seeded local"] = pipe.run_local(seed=0)(*dropout.inputs, *dropout.targets).item()
+    results["shapes"] = shapes(problem=mlp(3), step=compiled(mlp(3), 3, 3).bind(on_new_shape="symbolic"))
     results["killed"] = killed(rank)
     return results
+
+
+def shapes(problem: Problem, step: Any) -> dict[str, Any]:
+    """Losses and gradients of steps of several sizes, and beside them those of plain autograd."""
+    found = []
+    for rows in (6, 12, 9):
+        batch = replace(problem, inputs=(numbers(rows, 8),), targets=(numbers(rows, 8, seed=2),))
+        for parameter in step.parameters():
+            parameter.grad = None
+        loss, (expected, wanted) = step(*batch.inputs, *batch.targets), reference(batch, 3)
+        own = {name: p.grad for name, p in step.named_parameters()}
+        found.append((loss, own, expected, {name: wanted[name] for name in own}))
+    return {"steps": found, "notes": [pipe.schedule.notes for pipe in step.pipelines]}
 
 
 class Shared(nn.Module):

@@ -9,6 +9,7 @@ _saved_tensors_hooks_set_tracing    2.13.0           whether saved-tensor hooks 
 FunctionalTensor                    2.11.0, 2.13.0   tensors whose in-place writes leave what is under them alone
 _foreach_norm, _foreach_copy_       2.11.0, 2.13.0   one kernel for many tensors
 torch.compiler flags                2.11.0, 2.13.0   what `torch.compiler.is_exporting()` answers
+ShapeEnv, ConstantSource            2.11.0, 2.13.0   sizes that are symbols, and what holds of them
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
+import sympy
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._C._autograd import _saved_tensors_hooks_set_tracing
 from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -37,7 +40,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils import _pytree as pytree
 
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
@@ -63,6 +66,9 @@ __all__ = [
     "group_store",
     "has_gradient_hooks",
     "pytree",
+    "shape_env",
+    "size_guards",
+    "symbolic_size",
 ]
 
 
@@ -126,3 +132,26 @@ def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its target, which may be on another device; in the order of the current stream."""
     if targets:
         torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+
+
+def shape_env() -> ShapeEnv:
+    """Where the tracer keeps symbols; sizes that depend on values of tensors are refused as they are without it."""
+    return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False)
+
+
+def symbolic_size(env: ShapeEnv, name: str, value: int) -> torch.SymInt:
+    """A size that is a symbol, and `value` in the shapes that are traced."""
+    source = ConstantSource(name)
+    symbol = env.create_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
+    size = env.create_symintnode(symbol, hint=value, source=source)
+    assert isinstance(size, torch.SymInt), "a symbol, not a number"
+    return size
+
+
+def size_guards(env: ShapeEnv) -> list[sympy.Basic]:
+    """What must hold of the symbols for the graph to hold."""
+    guards: list[sympy.Basic] = [guard.expr for guard in env.guards]
+    guards += [sympy.Eq(symbol, value) for symbol, value in env.replacements.items()]
+    for symbol, limits in env.var_to_range.items():
+        guards += [limit for limit in (symbol >= limits.lower, symbol <= limits.upper) if limit is not sympy.true]
+    return guards

@@ -1,19 +1,22 @@
 """Stages -> CostTable in closed form: a roofline per node, summed over each phase, and bytes from the storages.
 
 Good enough to balance stages and to order actions on hardware of the assumed proportions; measured costs replace it
-where the plan has to be exact.
+where the plan has to be exact. Stages traced with symbols for sizes give `Formulas`: the same table, to be had for any
+sizes by substitution.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from zbfx.graphs import Stage
-from zbfx.passes.nodes import flops, is_view, value_bytes
+from zbfx.passes.nodes import expression, flops, hint, is_view, value_bytes
 from zbfx.plan import CostTable, Edge, Kind, StageCost
 
 
@@ -37,35 +40,81 @@ def hardware_of(device: torch.device) -> Hardware:
     return CPU if device.type == "cpu" else GPU
 
 
-def node_s(node: fx.Node, hardware: Hardware) -> float:
+@dataclass(frozen=True)
+class Formulas:
+    """A cost table whose numbers are sympy expressions in the sizes of the microbatch: the fields of every stage, and
+    (source, target, seconds forward, seconds back) of every edge."""
+
+    stages: tuple[Mapping[str, Any], ...]
+    edges: tuple[tuple[int, int, Any, Any], ...]
+    placement: tuple[int, ...]
+
+    def at(self, values: Mapping[sympy.Symbol, int]) -> CostTable:
+        """The table for these sizes."""
+
+        def number(formula: Any) -> Any:
+            if not isinstance(formula, sympy.Expr):
+                return formula
+            found = formula.xreplace(values)
+            return int(found) if found.is_integer else float(found)
+
+        return CostTable(
+            tuple(StageCost(**{name: number(formula) for name, formula in stage.items()}) for stage in self.stages),
+            tuple(Edge(low, high, number(there), number(back)) for low, high, there, back in self.edges),
+            self.placement,
+        )
+
+
+def node_s(node: fx.Node, hardware: Hardware, size: Callable[[Any], Any] = hint) -> Any:
     """Estimated seconds of one node: the larger of arithmetic and memory traffic, plus the launch; views are free."""
     if node.op != "call_function" or is_view(node) or "val" not in node.meta:
         return 0.0
-    moved_bytes = value_bytes(node) + sum(
-        value_bytes(source) for source in node.all_input_nodes if "val" in source.meta
+    moved_bytes = value_bytes(node, size) + sum(
+        value_bytes(source, size) for source in node.all_input_nodes if "val" in source.meta
     )
-    return max(flops(node) / hardware.flops_per_s, moved_bytes / hardware.bytes_per_s) + hardware.launch_s
+    return larger(flops(node, size) / hardware.flops_per_s, moved_bytes / hardware.bytes_per_s) + hardware.launch_s
+
+
+def larger(one: Any, other: Any) -> Any:
+    if isinstance(one, sympy.Expr) or isinstance(other, sympy.Expr):
+        return sympy.Max(one, other, evaluate=False)  # which of them it is, substitution says
+    return max(one, other)
 
 
 def estimate(stages: Sequence[Stage], placement: Sequence[int], hardware: Hardware) -> CostTable:
     """The cost table of these stages: seconds of each phase, M_B and M_W, and every edge between two stages."""
-    return CostTable(tuple(stage_cost(stage, hardware) for stage in stages), edges(stages, hardware), tuple(placement))
+    return formulas(stages, placement, hardware).at({})
 
 
-def stage_cost(stage: Stage, hardware: Hardware) -> StageCost:
-    def phase_s(kind: Kind) -> float:
-        return sum(node_s(node, hardware) for node in stage.phases[kind].module.graph.nodes)
+def formulas(stages: Sequence[Stage], placement: Sequence[int], hardware: Hardware) -> Formulas:
+    """The cost table of these stages, as formulas where their sizes are symbols."""
+    return Formulas(tuple(stage_terms(stage, hardware) for stage in stages), edges(stages, hardware), tuple(placement))
+
+
+def stage_terms(stage: Stage, hardware: Hardware) -> dict[str, Any]:
+    """The fields of a `StageCost`."""
+
+    def phase_s(kind: Kind) -> Any:
+        return total(node_s(node, hardware, expression) for node in stage.phases[kind].module.graph.nodes)
 
     weight_saved_bytes = stage.stored_bytes(stage.phases[Kind.W].values)
-    return StageCost(
-        forward_s=phase_s(Kind.F),
-        backward_input_s=phase_s(Kind.B),
-        backward_weight_s=phase_s(Kind.W),
+    return {
+        "forward_s": phase_s(Kind.F),
+        "backward_input_s": phase_s(Kind.B),
+        "backward_weight_s": phase_s(Kind.W),
         # B needs room for what it leaves to W: where that is more than B frees, it counts from F on.
-        saved_bytes=max(stage.stored_bytes(stage.saved), weight_saved_bytes),
-        weight_saved_bytes=weight_saved_bytes,
-        static_bytes=static_bytes(stage),
-    )
+        "saved_bytes": larger(stage.stored_bytes(stage.saved), weight_saved_bytes),
+        "weight_saved_bytes": weight_saved_bytes,
+        "static_bytes": static_bytes(stage),
+    }
+
+
+def total(terms: Iterable[Any]) -> Any:
+    """Their sum; of expressions at once, which collects equal terms."""
+    numbers = list(terms)
+    if any(isinstance(number, sympy.Expr) for number in numbers):
+        return sympy.Add(*numbers)
+    return sum(numbers)
 
 
 def static_bytes(stage: Stage) -> int:
@@ -75,9 +124,9 @@ def static_bytes(stage: Stage) -> int:
     return sum(t.numel() * t.element_size() * (2 if name in trained else 1) for name, t in parameters.items())
 
 
-def edges(stages: Sequence[Stage], hardware: Hardware) -> tuple[Edge, ...]:
-    """One edge per pair of stages that exchange values, timed by latency and bytes."""
-    sent: dict[tuple[int, int, Kind], int] = {}
+def edges(stages: Sequence[Stage], hardware: Hardware) -> tuple[tuple[int, int, Any, Any], ...]:
+    """One edge per pair of stages that exchange values, timed by latency and bytes: source, target, there and back."""
+    sent: dict[tuple[int, int, Kind], Any] = {}
     for stage in stages:
         for name in {name for phase in stage.phases.values() for name in phase.values}:
             source, kind = stage.origins[name]
@@ -86,8 +135,8 @@ def edges(stages: Sequence[Stage], hardware: Hardware) -> tuple[Edge, ...]:
                 sent[key] = sent.get(key, 0) + stage.storages[name][1]
     pairs = sorted({(min(source, target), max(source, target)) for source, target, _ in sent})
 
-    def seconds(source: int, target: int) -> float | None:
-        total = sum(size for (a, b, _), size in sent.items() if (a, b) == (source, target))
-        return hardware.link_latency_s + total / hardware.link_bytes_per_s if total else None
+    def seconds(source: int, target: int) -> Any:
+        sizes = [size for (a, b, _), size in sent.items() if (a, b) == (source, target)]
+        return hardware.link_latency_s + total(sizes) / hardware.link_bytes_per_s if any(sizes) else None
 
-    return tuple(Edge(low, high, seconds(low, high), seconds(high, low)) for low, high in pairs)
+    return tuple((low, high, seconds(low, high), seconds(high, low)) for low, high in pairs)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from torch import Tensor, fx
 
@@ -180,15 +181,16 @@ class Phase:
 @dataclass(frozen=True)
 class Stage:
     """One stage's phases, and about each name in their `values` and `results`: its fake value (`examples`), the
-    storage behind it and that storage's bytes (`storages`), and the stage and phase that make it (`origins`)."""
+    storage behind it and that storage's bytes (`storages`; an expression where sizes are symbols), and the stage and
+    phase that make it (`origins`)."""
 
     index: int
     phases: Mapping[Kind, Phase]
     examples: Mapping[str, Tensor]
-    storages: Mapping[str, tuple[str, int]]
+    storages: Mapping[str, tuple[str, Any]]
     origins: Mapping[str, tuple[int, Kind]]
 
-    def stored_bytes(self, names: Iterable[str]) -> int:
+    def stored_bytes(self, names: Iterable[str]) -> Any:
         """Bytes behind these values, each storage once."""
         return sum(dict(self.storages[name] for name in names).values())
 

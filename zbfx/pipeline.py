@@ -141,6 +141,7 @@ def compile(
         programs,
         device,
         backend,
+        schedule,
         mem_limit,
     )
 
@@ -165,6 +166,7 @@ class Pipeline:
     programs: tuple[Program, ...]
     device: torch.device
     backend: str
+    request: Any  # the schedule and the limit that compile was asked for
     mem_limit: Any
     reductions: tuple[RankReductions, ...] = ()  # per rank, what is summed over replicas; (): there is one
 
@@ -196,7 +198,9 @@ class Pipeline:
 
         `seed` fixes the random numbers; by default they follow `torch.manual_seed`. `on_nonfinite` says what becomes
         of a step whose losses or gradients are not finite: "keep" (nothing is checked), "drop" its gradients, "raise".
-        `on_new_shape`: "refuse" a batch of other shapes than the example's, or "recompile", once per shape.
+        `on_new_shape`: "refuse" a batch of other shapes than the example's, "recompile", once per shape, or "symbolic":
+        trace once with symbols for the sizes that change, and put in the numbers of every further shape; where the
+        model's code does not allow that, it is compiled like "recompile", and the notes of its schedule say why.
         """
         options = StepOptions(torch.initial_seed() if seed is None else seed, on_nonfinite, on_new_shape)
         engine = local_engine(self, self.tensors())

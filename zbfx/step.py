@@ -17,9 +17,10 @@ from zbfx.codegen import Program
 from zbfx.comm import Channels, GroupTransport, LocalTransport, Transport
 from zbfx.engine import Engine, local_engine, message_pairs, rank_engine
 from zbfx.errors import InputError, PipelineFault, ZbfxError
+from zbfx.plan import Schedule
 from zbfx.run import Tensors
 from zbfx.timeline import Profile, Recorder
-from zbfx.variants import variant
+from zbfx.variants import Variants
 from zbfx.verdict import checked_choice, problems, settle, snapshot
 
 if TYPE_CHECKING:
@@ -30,13 +31,14 @@ T = TypeVar("T")
 
 Batch = tuple[Engine, Sequence[Sequence[Tensor]]]  # what runs a call, and the tensors of its microbatches
 
-NEW_SHAPES = ("refuse", "recompile")
+NEW_SHAPES = ("refuse", "recompile", "symbolic")
 
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
     """`seed` fixes the random numbers. `on_nonfinite`: "keep", "drop" or "raise" (`zbfx.verdict`). `on_new_shape`:
-    "refuse" a batch of other shapes than the example's, or "recompile" for it, once per shape."""
+    "refuse" a batch of other shapes than the example's, "recompile" for it, once per shape, or trace "symbolic" sizes
+    once and put in those of every further shape (`zbfx.variants`)."""
 
     seed: int
     on_nonfinite: str = "keep"
@@ -60,6 +62,7 @@ class Step(ABC):
     def __init__(self, engine: Engine, options: StepOptions) -> None:
         self.engine, self.options = engine, options
         self.others: dict[tuple[object, ...], Engine] = {}  # for other shapes, and for evaluation
+        self.variants = Variants(engine.pipe, self.plan, symbolic=options.on_new_shape == "symbolic")
         self.verdict: str | None = None
         self.losses: tuple[Tensor, ...] = ()  # of the last step's microbatches, on the rank that computes them
         self.count = 0
@@ -144,7 +147,7 @@ class Step(ABC):
         key = (evaluation, microbatches, *(tuple(t.shape) for t in signature.flatten(args, kwargs)))
         if key not in self.others:
             example = signature.first_microbatch(args, kwargs, microbatches)
-            pipe = variant(self.engine.pipe, *example, microbatches, evaluation=evaluation)
+            pipe = self.variants.of(*example, microbatches, evaluation=evaluation)
             self.others[key] = self.build(pipe if evaluation else self.validated(pipe))
             self.others[key].scale = self.engine.scale
         return self.others[key]
@@ -191,6 +194,15 @@ class Step(ABC):
     def seed_of_step(self) -> int:
         return rng.mix(self.options.seed, self.count)
 
+    @property
+    def pipelines(self) -> tuple[Pipeline, ...]:
+        """The pipeline that was compiled, and those made since for other shapes and for evaluation."""
+        return (self.engine.pipe, *(engine.pipe for engine in self.others.values()))
+
+    @abstractmethod
+    def plan(self, find: Callable[[Any], Schedule]) -> Schedule:
+        """The schedule that `find` gives for what was asked of compile, the same on every rank."""
+
     @abstractmethod
     def build(self, pipe: Pipeline) -> Engine:
         """Bind a further pipeline of the same model, with the same parameters."""
@@ -206,6 +218,9 @@ class Step(ABC):
 
 class LocalStep(Step):
     """All ranks of a pipeline in this process, one after the other as their messages allow: same results, no speed."""
+
+    def plan(self, find: Callable[[Any], Schedule]) -> Schedule:
+        return find(self.engine.pipe.request)
 
     def build(self, pipe: Pipeline) -> Engine:
         return local_engine(pipe, self.engine.runners[0].tensors)
@@ -286,6 +301,12 @@ class RankStep(Step):
                 )
         assert batch is not None, "refused above"
         return batch
+
+    def plan(self, find: Callable[[Any], Schedule]) -> Schedule:
+        if len(self.channels.place.replicas) > 1:  # each has a batch of its own, and all reduce in one order
+            return find(self.engine.pipe.schedule)
+        first: Any = self.channels.gather_ranks(find(self.engine.pipe.request))[0]
+        return first
 
     def build(self, pipe: Pipeline) -> Engine:
         self.channels.open(message_pairs(pipe))

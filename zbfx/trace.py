@@ -23,6 +23,8 @@ from zbfx import _torch
 from zbfx.batch import Signature
 from zbfx.errors import TraceError, ZbfxError
 from zbfx.graphs import Joint, Port, Role, copy_graph
+from zbfx.passes.sizes import inline_sizes
+from zbfx.sizes import Sizes
 
 LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 MODEL_PREFIX, LOSS_PREFIX = "model.", "loss_fn."
@@ -162,21 +164,26 @@ def trace(
     *,
     device: torch.device,
     evaluation: bool = False,
+    sizes: Sizes | None = None,
 ) -> tuple[Joint, Signature]:
     """The joint graph of one microbatch on `device`, and the structure of the call.
 
     Parameters and inputs may live on the meta device. Raises `TraceError` where the model needs values of tensors
-    to decide what to run, or has no loss to differentiate: the message names the user's line.
+    to decide what to run, or has no loss to differentiate: the message names the user's line. `sizes` says which sizes
+    of the microbatch are symbols; those that the model computes from them are arguments of the graph's nodes.
     """
     signature = Signature.of(example_inputs, example_kwargs, example_targets)
     for spec, example in zip(
         signature.tensors, signature.flatten((*example_inputs, *example_targets), example_kwargs), strict=True
     ):
         refuse_subclass(spec.name, example)
-    fake_mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+    fake_mode = _torch.FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.env if sizes else None)
     with fake_mode:
         inputs = [
-            torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device) for spec in signature.tensors
+            torch.empty_strided(
+                *(sizes.layout(index) if sizes else (spec.shape, spec.stride)), dtype=spec.dtype, device=device
+            )
+            for index, spec in enumerate(signature.tensors)
         ]
     fake_model, fake_loss_fn = fake_copies(model, loss_fn, fake_mode, device)
     objective = Objective(fake_model, fake_loss_fn, signature)
@@ -202,7 +209,8 @@ def trace(
             f"the model cannot be traced: {type(error).__name__}: {error}, at {user_line(error)}. Change that line, or "
             f"make it an operator of its own (torch.library.custom_op with register_fake and register_autograd)"
         ) from error
-    return as_joint(module, signature, canonical_names(model, loss_fn)), signature
+    joint = as_joint(module, signature, canonical_names(model, loss_fn))
+    return (inline_sizes(joint) if sizes else joint), signature
 
 
 def named_tensors(model: nn.Module, loss_fn: Any) -> dict[str, Tensor]:

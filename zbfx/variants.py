@@ -5,12 +5,17 @@ Parameters stay where they are: the new graph is cut by the stages that hold the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import sympy
+from torch import Tensor
+
 from zbfx import cost
+from zbfx.batch import Signature
 from zbfx.codegen import generate
+from zbfx.cost import Formulas
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Joint, Role, Stage, copy_graph
 from zbfx.loss import Reduction, separate_count
@@ -18,47 +23,184 @@ from zbfx.messages import parameter_holders
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.extract import extract
 from zbfx.passes.partition import place_like
+from zbfx.passes.sizes import joint_with_numbers, stage_with_numbers
 from zbfx.passes.split import split
 from zbfx.plan import Action, CostTable, Kind, Schedule
 from zbfx.schedule import plan, simulate
 from zbfx.schedule.beside import run_beside
+from zbfx.sizes import GuardBroken, Numbers, Place, Shapes, Sizes, changed
 from zbfx.trace import trace
 
 if TYPE_CHECKING:
     from zbfx.pipeline import Pipeline
 
 FORWARD = "forward"  # the name of a schedule without backwards
+REPLAN_S = 1.0  # seconds to search for the schedule of a further shape
 
 
-def variant(
-    pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, *, evaluation: bool
-) -> Pipeline:
-    """The pipeline for a microbatch like (args, kwargs): trained in the same order, or evaluated, in eval mode.
+class Variants:
+    """The pipelines of one model for further shapes, in training and evaluation.
 
-    Raises `ZbfxError` if the model reads other parameters for it than a stage's rank holds.
+    `symbolic`: trace once with a symbol for each size that changes, and put in the numbers of every further shape.
+    Where that does not hold (the model's code fixes a size, or chooses by it), a shape is traced like any other, and
+    the schedule's notes say why. `planned` calls what it gets with a request for a schedule, and gives all ranks one.
     """
-    count, placement = pipe.signature.input_count, pipe.schedule.costs.placement
+
+    def __init__(
+        self, pipe: Pipeline, planned: Callable[[Callable[[Any], Schedule]], Schedule], *, symbolic: bool
+    ) -> None:
+        self.pipe, self.planned, self.symbolic = pipe, planned, symbolic
+        self.templates: dict[bool, list[Template]] = {False: [], True: []}
+        self.fixed: dict[bool, set[Place]] = {False: set(), True: set()}
+
+    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, *, evaluation: bool) -> Pipeline:
+        """The pipeline for a microbatch like (args, kwargs), planned anew for its costs: to train, or to evaluate.
+
+        Raises `ZbfxError` if the model reads other parameters for it than a stage's rank holds.
+        """
+        notes: tuple[str, ...] = ()
+        if self.symbolic:
+            try:
+                return self.substituted(args, kwargs, microbatches, evaluation)
+            except GuardBroken as reason:
+                notes = (f"traced for these shapes: {reason}",)
+        raw, signature = traced(self.pipe, args, kwargs, evaluation)
+        stages = staged(self.pipe, raw, evaluation)
+        table = cost.estimate(stages, self.pipe.schedule.costs.placement, cost.hardware_of(self.pipe.device))
+        schedule = self.plan(table, microbatches, evaluation, notes)
+        return assembled(self.pipe, raw, signature, signature.flatten(args, kwargs), stages, schedule)
+
+    def plan(self, costs: CostTable, microbatches: int, evaluation: bool, notes: tuple[str, ...] = ()) -> Schedule:
+        if evaluation:
+            found = forward_schedule(costs, microbatches)
+        else:
+            limit = self.pipe.mem_limit
+            found = self.planned(
+                lambda request: plan(costs, microbatches, schedule=request, mem_limit=limit, budget_s=REPLAN_S)
+            )
+        return replace(found, notes=(*found.notes, *notes))
+
+    def substituted(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, evaluation: bool
+    ) -> Pipeline:
+        """The same without a trace of its own, if a template holds for it or can be made. Raises `GuardBroken`."""
+        shapes = [tuple(tensor.shape) for tensor in self.pipe.signature.flatten(args, kwargs)]
+        for template in self.templates[evaluation]:
+            if template.covers(shapes):
+                return self.from_template(template, args, kwargs, microbatches, evaluation)
+        groups = changed(self.pipe.signature, shapes)
+        fixed = [place for group in groups for place in group if place in self.fixed[evaluation]]
+        if not groups:
+            raise GuardBroken("no size has changed")
+        if fixed:
+            names = ", ".join(f"{self.pipe.signature.tensors[index].name}.shape[{dim}]" for index, dim in fixed)
+            raise GuardBroken(f"the model's code takes {names} for a constant")
+        if any(shapes[index][dim] < 2 for group in groups for index, dim in group):
+            raise GuardBroken("a size of 0 or 1 is a constant to the tracer")
+        sizes = Sizes(signature_of(self.pipe, args, kwargs), groups)
+        try:
+            template = Template.of(self.pipe, sizes, args, kwargs, evaluation)
+        except Exception as error:
+            self.fixed[evaluation] |= set(sizes.ints)
+            raise GuardBroken(f"the model cannot be traced with symbols: {type(error).__name__}: {error}") from error
+        self.fixed[evaluation] |= sizes.fixed()
+        self.templates[evaluation].append(template)
+        return self.from_template(template, args, kwargs, microbatches, evaluation)
+
+    def from_template(
+        self, template: Template, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, evaluation: bool
+    ) -> Pipeline:
+        signature = signature_of(self.pipe, args, kwargs)
+        tensors = signature.flatten(args, kwargs)
+        values = template.sizes.values([tuple(tensor.shape) for tensor in tensors])
+        raw, stages = template.at(values)
+        schedule = self.plan(template.formulas.at(values), microbatches, evaluation)
+        return assembled(self.pipe, raw, signature, tensors, stages, schedule)
+
+
+@dataclass(frozen=True)
+class Template:
+    """A model's stages with symbols for sizes of the microbatch, and the formulas of their costs."""
+
+    sizes: Sizes
+    joint: Joint
+    stages: tuple[Stage, ...]
+    formulas: Formulas
+
+    @classmethod
+    def of(
+        cls, pipe: Pipeline, sizes: Sizes, args: Sequence[Any], kwargs: Mapping[str, Any], evaluation: bool
+    ) -> Template:
+        raw, _ = traced(pipe, args, kwargs, evaluation, sizes)
+        stages = staged(pipe, raw, evaluation)
+        placement, hardware = pipe.schedule.costs.placement, cost.hardware_of(pipe.device)
+        return cls(sizes, raw, stages, cost.formulas(stages, placement, hardware))
+
+    def covers(self, shapes: Shapes) -> bool:
+        """Whether these shapes differ from the template's in its symbols alone."""
+        for index, (spec, shape) in enumerate(zip(self.sizes.signature.tensors, shapes, strict=True)):
+            if len(spec.shape) != len(shape):
+                return False
+            for dim, (before, after) in enumerate(zip(spec.shape, shape, strict=True)):
+                if before != after and (index, dim) not in self.sizes.ints:
+                    return False
+        return True
+
+    def at(self, values: Mapping[sympy.Symbol, int]) -> tuple[Joint, tuple[Stage, ...]]:
+        """Graph and stages for these sizes."""
+        numbers = Numbers(values)
+        return joint_with_numbers(self.joint, numbers), tuple(stage_with_numbers(s, numbers) for s in self.stages)
+
+
+def signature_of(pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+    count = pipe.signature.input_count
+    return Signature.of(tuple(args[:count]), kwargs, tuple(args[count:]))
+
+
+def traced(
+    pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any], evaluation: bool, sizes: Sizes | None = None
+) -> tuple[Joint, Signature]:
+    count = pipe.signature.input_count
     inputs, targets = tuple(args[:count]), tuple(args[count:])
     raw, signature = trace(
-        pipe.model, pipe.loss_fn, inputs, dict(kwargs), targets, device=pipe.device, evaluation=evaluation
+        pipe.model,
+        pipe.loss_fn,
+        inputs,
+        dict(kwargs),
+        targets,
+        device=pipe.device,
+        evaluation=evaluation,
+        sizes=sizes,
     )
-    raw = separate_count(raw)
+    return separate_count(raw), signature
+
+
+def staged(pipe: Pipeline, raw: Joint, evaluation: bool) -> tuple[Stage, ...]:
+    """The stages of another graph of the model, cut by the parameters that the pipeline's stages hold."""
+    placement = pipe.schedule.costs.placement
     joint = canonicalize(forward_only(raw) if evaluation else raw)
     stages = extract(split(place_like(joint, owners(pipe.stages), len(placement))))
-    table = cost.estimate(stages, placement, cost.hardware_of(pipe.device))
-    if evaluation:
-        schedule = forward_schedule(table, microbatches)
-    else:
-        schedule = plan(table, microbatches, schedule=pipe.schedule, mem_limit=pipe.mem_limit)
-        if pipe.schedule.beside:
-            schedule = run_beside(schedule, frozenset(stage.index for stage in stages if stage.runs_beside))
     refuse_moved_parameters(pipe.stages, stages, placement)
-    reductions = () if evaluation else tuple(found.whole() for found in pipe.reductions)
+    return stages
+
+
+def assembled(
+    pipe: Pipeline,
+    raw: Joint,
+    signature: Signature,
+    examples: Sequence[Tensor],
+    stages: tuple[Stage, ...],
+    schedule: Schedule,
+) -> Pipeline:
+    trains = schedule.name != FORWARD
+    if trains and pipe.schedule.beside:
+        schedule = run_beside(schedule, frozenset(stage.index for stage in stages if stage.runs_beside))
+    reductions = tuple(found.whole() for found in pipe.reductions) if trains else ()
     return replace(
         pipe,
         signature=signature,
-        examples=tuple(signature.flatten(args, kwargs)),
-        reduction=Reduction.of(raw, pipe.reduction.name, microbatches),
+        examples=tuple(examples),
+        reduction=Reduction.of(raw, pipe.reduction.name, schedule.microbatches),
         joint=raw,
         stages=stages,
         schedule=schedule,

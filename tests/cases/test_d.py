@@ -40,6 +40,17 @@ def test_case_40_ignored_tokens_weigh_nothing() -> None:
             assert_same(found, (loss.detach(), gradients(whole)), TOLERANCE)
 
 
+def test_case_40_count_beside_random_numbers() -> None:
+    """Dropout in the model leaves the count a function of the targets alone."""
+    targets = torch.tensor([1, -100, 2, 3])
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
+    problem = Problem(model, token_sum, (numbers(4, WIDTH),), (targets,))
+    count = compiled(problem, 2, 2).reduction.count
+    assert count is not None
+    assert count.inputs == ("targets[0]",)
+    assert [int(count({"targets[0]": part})) for part in targets.split(2)] == [1, 2]
+
+
 @pytest.mark.parametrize(("reduction", "factor"), [("mean", 1.0), ("sum", 3.0)])
 def test_case_40_reduction_is_explicit(reduction: str, factor: float) -> None:
     problem = Problem(layers(3), squares, (numbers(6, WIDTH),))

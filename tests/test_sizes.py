@@ -1,0 +1,268 @@
+"""Sizes that are symbols: one trace for many shapes, the same graphs and costs as a trace of each, or a named reason.
+
+Run: pytest tests/test_sizes.py (CPU, one process).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from tests.models import Problem, gpt, numbers, squares
+from tests.reference import assert_same, compiled, default_dtype, gradients, reference
+from zbfx import cost, variants
+from zbfx.graphs import Phase
+from zbfx.sizes import Numbers
+from zbfx.step import LocalStep
+from zbfx.trace import trace
+
+WIDTH = 8
+
+
+class Attention(nn.Module):
+    """A causal attention with positions and dropout: its masks, views and scales depend on the sequence's length."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.positions = nn.Embedding(32, WIDTH)
+        self.into, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        h = x + self.positions(torch.arange(length))
+        q, k, v = self.into(h).view(rows, length, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        mask = torch.ones(length, length).tril() == 0
+        weights = (q @ k.transpose(2, 3) / length**0.5).masked_fill(mask, -1e9).softmax(3)
+        mixed = (F.dropout(weights, self.dropout, self.training) @ v).transpose(1, 2).reshape(rows, length, WIDTH)
+        return h + self.out(mixed)
+
+
+def attention(length: int, rows: int = 6, dropout: float = 0.0) -> Problem:
+    model = nn.Sequential(Attention(dropout), nn.Tanh(), Attention(dropout))
+    return Problem(model, squares, (numbers(rows, length, WIDTH, seed=length),))
+
+
+def batch(problem: Problem, *shape: int) -> Problem:
+    return replace(problem, inputs=(numbers(*shape, seed=sum(shape)),))
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each trace of a further shape had symbols."""
+    seen: list[bool] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs["sizes"] is not None)
+        return trace(*args, **kwargs)
+
+    monkeypatch.setattr(variants, "trace", counted)
+    return seen
+
+
+def structure(phase: Phase) -> list[Any]:
+    """Targets, arguments and shapes of a phase's nodes, which are numbered."""
+    index = {node: k for k, node in enumerate(phase.module.graph.nodes)}
+
+    def shape(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return [shape(entry) for entry in value]
+        return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
+
+    return [
+        (
+            node.op if node.op == "placeholder" else str(node.target),
+            str(fx.map_arg((node.args, node.kwargs), lambda source: f"%{index[source]}")),
+            shape(node.meta.get("val")),
+        )
+        for node in index
+    ]
+
+
+def symbolic_step(problem: Problem, **options: Any) -> LocalStep:
+    return compiled(problem, 2, 3, **options).run_local(on_new_shape="symbolic", seed=5)
+
+
+def stepped(step: LocalStep, problem: Problem) -> tuple[Tensor, Any]:
+    problem.model.zero_grad()
+    return step(*problem.inputs, *problem.targets, **problem.kwargs), gradients(problem.model)
+
+
+@default_dtype(torch.float64)
+def test_one_trace_serves_every_shape(traces: list[bool]) -> None:
+    problem = attention(5)
+    step = symbolic_step(problem)
+    for rows, length in ((9, 7), (12, 4), (6, 12), (9, 7), (6, 5)):
+        other = batch(problem, rows, length, WIDTH)
+        assert_same(stepped(step, other), reference(other, 3), 1e-12)
+    assert traces == [True]
+    assert len(step.pipelines) == 4
+    assert all(pipe.schedule.notes == () for pipe in step.pipelines)
+
+
+@pytest.mark.parametrize("make", [lambda m: attention(5), gpt], ids=["attention", "gpt"])
+def test_graphs_and_costs_are_those_of_a_trace_of_their_own(make: Callable[[int], Problem]) -> None:
+    problem = make(3)
+    pipe = compiled(problem, 2, 3)
+    steps = {option: pipe.run_local(on_new_shape=option) for option in ("symbolic", "recompile")}
+    growing = [torch.cat([tensor] * 2)[:, :4] for tensor in (*problem.inputs, *problem.targets)]
+    keywords = {name: torch.cat([tensor] * 2)[:, :4] for name, tensor in problem.kwargs.items()}
+    found, expected = (steps[option].engine_for(growing, keywords, 3, evaluation=False).pipe for option in steps)
+    for one, other in zip(found.stages, expected.stages, strict=True):
+        for kind, phase in other.phases.items():
+            assert structure(one.phases[kind]) == structure(phase)
+            assert one.phases[kind].is_random == phase.is_random
+    assert found.schedule.ranks == expected.schedule.ranks
+    for one_cost, other_cost in zip(found.schedule.costs.stages, expected.schedule.costs.stages, strict=True):
+        for field in ("forward_s", "backward_input_s", "backward_weight_s"):
+            assert getattr(one_cost, field) == pytest.approx(getattr(other_cost, field), rel=1e-12)
+        for field in ("saved_bytes", "weight_saved_bytes", "static_bytes"):
+            assert getattr(one_cost, field) == getattr(other_cost, field)
+    assert [e.forward_s for e in found.schedule.costs.edges] == pytest.approx(
+        [e.forward_s for e in expected.schedule.costs.edges], rel=1e-12
+    )
+
+
+@default_dtype(torch.float64)
+def test_formulas_by_hand() -> None:
+    """Linear, tanh | linear, in rows r and length n, 8 wide, 8 bytes a number, on 2e9 bytes/s and 1e-4 s of link."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False))
+    problem = Problem(model, squares, (numbers(6, 5, WIDTH),))
+    step = symbolic_step(problem, cuts=["2"])
+    step(numbers(9, 7, WIDTH))
+    (template,) = step.variants.templates[False]
+    r, n = template.sizes.symbols
+    hidden = 8 * 8 * r * n
+    first, second = template.formulas.stages
+    assert first["weight_saved_bytes"] == hidden  # the gradient behind the tanh; the microbatch is the caller's
+    assert first["static_bytes"] == 2 * 8 * (64 + 8)
+    assert second["static_bytes"] == 2 * 8 * 64
+    (edge,) = template.formulas.edges
+    for rows, length in ((2, 3), (7, 11)):
+        values = {r: rows, n: length}
+        assert edge[2].xreplace(values) == pytest.approx(1e-4 + 64 * rows * length / 2e9, rel=1e-12)
+        matmul_s = max(2 * rows * length * 64 / 5e10, (128 * rows * length + 8 * 72) / 1e10)
+        tanh_s = 128 * rows * length / 1e10
+        assert first["forward_s"].xreplace(values) == pytest.approx(matmul_s + tanh_s + 4e-6, rel=1e-9)
+        table = template.formulas.at(values)
+        assert table.stages[0].weight_saved_bytes == 64 * rows * length
+        assert isinstance(table.stages[0].weight_saved_bytes, int)
+        assert table.placement == (0, 1)
+    stages = template.at({r: 2, n: 3})[1]
+    assert (
+        cost.estimate(stages, (0, 1), cost.CPU).stages[1].weight_saved_bytes
+        == template.formulas.at({r: 2, n: 3}).stages[1].weight_saved_bytes
+    )
+
+
+def test_random_numbers_are_those_of_a_trace_of_their_own() -> None:
+    problem = attention(5, dropout=0.5)
+    losses = []
+    for option in ("symbolic", "recompile"):
+        step = compiled(problem, 2, 3).run_local(on_new_shape=option, seed=7)
+        losses.append(stepped(step, batch(problem, 9, 7, WIDTH)))
+    assert_same(losses[0], losses[1], 0)
+
+
+class Chooses(nn.Module):
+    """Long sequences take another way; a width is folded by a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.layer(x))
+        return self.last(h.cumsum(1) if x.shape[1] > 6 else h)
+
+
+class Counts(Chooses):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.layer(x)) * sum(range(x.shape[1])))
+
+
+@default_dtype(torch.float64)
+def test_broken_guard_is_named_and_the_shape_compiled(traces: list[bool]) -> None:
+    problem = Problem(Chooses(), squares, (numbers(6, 5, WIDTH),))
+    step = symbolic_step(problem)
+    for length in (8, 10, 4):
+        other = batch(problem, 6, length, WIDTH)
+        assert_same(stepped(step, other), reference(other, 3), 1e-12)
+    assert traces == [True, False]
+    (note,) = step.pipelines[-1].schedule.notes
+    assert "traced for these shapes" in note
+    assert "inputs[0].shape[1]" in note
+    assert "found inputs[0].shape[1] = 4" in note
+
+
+@default_dtype(torch.float64)
+def test_size_that_the_code_fixes_is_named_and_not_tried_again(traces: list[bool]) -> None:
+    problem = Problem(Counts(), squares, (numbers(6, 5, WIDTH),))
+    step = symbolic_step(problem)
+    for length in (8, 7, 4):
+        other = batch(problem, 6, length, WIDTH)
+        assert_same(stepped(step, other), reference(other, 3), 1e-12)
+    assert traces == [True, False, False]
+    assert [len(pipe.schedule.notes) for pipe in step.pipelines] == [0, 0, 1, 1]
+    assert "inputs[0].shape[1]" in step.pipelines[2].schedule.notes[0]
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.layer(x))).sum(1) + y.sum(1)
+
+
+@default_dtype(torch.float64)
+def test_sizes_that_the_tracer_fixes_and_sizes_that_part(traces: list[bool]) -> None:
+    """One row; and two inputs that changed alike at first, but not later."""
+
+    problem = Problem(Two(), squares, (numbers(6, 5, WIDTH), numbers(6, 5, WIDTH, seed=2)))
+    step = symbolic_step(problem)
+    lengths = ((6, 7, 7), (6, 9, 8), (3, 5, 5))
+    for rows, one, other in lengths:
+        new = replace(problem, inputs=(numbers(rows, one, WIDTH), numbers(rows, other, WIDTH)))
+        assert_same(stepped(step, new), reference(new, 3), 1e-12)
+    assert traces == [True, False, False]
+    notes = [pipe.schedule.notes[0] for pipe in step.pipelines[2:]]
+    assert "inputs[0].shape[1] and inputs[1].shape[1] had one size" in notes[0]
+    assert "0 or 1" in notes[1]
+
+
+@default_dtype(torch.float64)
+def test_evaluation_and_counted_losses(traces: list[bool]) -> None:
+    def token_sum(output: Tensor, targets: Tensor) -> Any:
+        return F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"), (targets != -100).sum()
+
+    problem = attention(5, dropout=0.5)
+    problem = replace(problem, loss_fn=token_sum, targets=(torch.randint(WIDTH, (6, 5)),))
+    step = symbolic_step(problem)
+    problem.model.eval()
+    for rows, length in ((9, 7), (12, 6)):
+        x, labels = numbers(rows, length, WIDTH), torch.randint(WIDTH, (rows, length))
+        labels[:, 0] = -100
+        total, count = token_sum(problem.model(x), labels)
+        torch.testing.assert_close(step.evaluate(x, labels), total.detach() / count, rtol=1e-12, atol=0)
+    assert traces == [True]
+
+
+def test_numbers_replace_symbols_in_nests() -> None:
+    r = sympy.Symbol("r", integer=True, positive=True)
+    values = Numbers({r: 3})
+    plain = torch.ones(2)
+    assert values(plain) is plain
+    assert values([None, "r", (r + 1, 2.5)]) == [None, "r", (4, 2.5)]
