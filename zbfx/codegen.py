@@ -216,9 +216,10 @@ class RankProgram:
         calls = reductions.calls(self.order, self.stages)
         starts = reductions.starts(calls)
         final: dict[Action, list[Bucket]] = defaultdict(list)  # after which action buckets are
+        whole = len(self.order) - reductions.trailing  # the calls before the Ws in parts, which let nothing go
         for position, (action, phase) in enumerate(calls):
             self.relay_at(position, posts)
-            for message in releases[position]:
+            for message in releases[position] if position < whole else ():
                 self.graph.call_function(comm.release, (self.transport, message.key))
             for message in posts[position]:
                 self.graph.call_function(comm.post, (self.transport, message.key))

@@ -31,6 +31,19 @@ class Hardware:
     link_latency_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What it takes to sum over replicas: seconds for any sum, and bytes a second in and out of each process."""
+
+    latency_s: float
+    bytes_per_s: float
+    replicas: int
+
+    def sum_s(self, size_bytes: int) -> float:
+        """A ring of so many processes sends 2 (replicas - 1) / replicas times the bytes of a sum through each."""
+        return self.latency_s + 2 * (self.replicas - 1) / self.replicas * size_bytes / self.bytes_per_s
+
+
 # Measured orders of magnitude: one core of a server CPU with gloo over loopback; an H100 with NVLink.
 CPU = Hardware(flops_per_s=5e10, bytes_per_s=1e10, launch_s=2e-6, link_bytes_per_s=2e9, link_latency_s=1e-4)
 GPU = Hardware(flops_per_s=6e14, bytes_per_s=2.5e12, launch_s=2e-6, link_bytes_per_s=1.7e11, link_latency_s=2e-5)

@@ -151,10 +151,11 @@ class Phase:
     results: tuple[str, ...]
     has_loss: bool
     is_random: bool
+    part: int | None = None  # a W of some of the stage's parameters
 
     @property
     def name(self) -> str:
-        return f"{self.kind}{self.stage}"
+        return f"{self.kind}{self.stage}" + ("" if self.part is None else f"p{self.part}")
 
     @property
     def is_empty(self) -> bool:

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from zbfx.cost import Hardware, estimate, node_s
+from zbfx.comm import Channels
+from zbfx.cost import Hardware, Link, estimate, node_s
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Joint, Phase, Stage
 from zbfx.passes.nodes import is_view
@@ -29,6 +30,7 @@ from zbfx.rng import undisturbed
 REPETITIONS = 8  # calls per timing, back to back
 TIMINGS = 5  # of which the median counts
 BESIDE = "W beside B"
+LINK_BYTES = 2**24  # of the large sum that a link is timed with
 WARM_UP_S = 2.0  # a GPU lowers its clock within this time of full load
 
 
@@ -256,6 +258,28 @@ def measured_edge(edge: Edge, stages: Sequence[Stage], placement: Sequence[int],
     backward_s = one_way_s(edge.target, edge.source, edge.backward_s)
     found = from_rank(high, (forward_s, backward_s))
     return replace(edge, forward_s=found[0], backward_s=found[1])
+
+
+def measured_link(channels: Channels) -> Link:
+    """Sums over the replicas timed on this machine, small and large, all ranks at once: the slowest rank's figures."""
+    replicas, device = len(channels.place.replicas), channels.device
+
+    def seconds(size: int) -> float:
+        payload = torch.zeros(size, dtype=torch.uint8, device=device)
+        found = []
+        for _ in range(TIMINGS + 2):
+            channels.barrier()
+            start = time.perf_counter()
+            channels.sum_over_replicas(payload).wait()
+            if payload.is_cuda:
+                torch.cuda.synchronize()
+            found.append(time.perf_counter() - start)
+        return median(found[2:])
+
+    small_s, large_s = seconds(1), seconds(LINK_BYTES)
+    own = (small_s, 2 * (replicas - 1) / replicas * LINK_BYTES / max(large_s - small_s, 1e-9))
+    everywhere = channels.gather(own)
+    return Link(max(latency for latency, _ in everywhere), min(rate for _, rate in everywhere), replicas)
 
 
 def message_bytes(stages: Sequence[Stage], source: int, target: int) -> int:

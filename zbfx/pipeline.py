@@ -41,7 +41,7 @@ from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.extract import extract
 from zbfx.passes.partition import partition
 from zbfx.passes.split import split, unsplit_notes
-from zbfx.place import Place, find_place
+from zbfx.place import find_place
 from zbfx.plan import CostTable, Schedule
 from zbfx.reductions import RankReductions
 from zbfx.replicas import replicated
@@ -143,6 +143,7 @@ def compile(
         backend,
         schedule,
         mem_limit,
+        costs == "measure",
     )
 
 
@@ -168,7 +169,9 @@ class Pipeline:
     backend: str
     request: Any  # the schedule and the limit that compile was asked for
     mem_limit: Any
+    measured: bool = False  # whether costs were: then what replicas add to them is measured too
     reductions: tuple[RankReductions, ...] = ()  # per rank, what is summed over replicas; (): there is one
+    exposed_s: float = 0.0  # how much longer the iteration time is for it, as planned
 
     @property
     def loss_rank(self) -> int:
@@ -238,15 +241,19 @@ class Pipeline:
         values of replicas differ.
         """
         place = find_place(len(self.programs), rank_or_mesh)
-        return replicated(self, len(place.replicas)).bind_at(
-            place,
-            StepOptions(torch.initial_seed() if seed is None else seed, on_nonfinite, on_new_shape),
-            timedelta(seconds=timeout_s),
-        )
+        options = StepOptions(torch.initial_seed() if seed is None else seed, on_nonfinite, on_new_shape)
+        channels = comm.Channels(place, self.device, timedelta(seconds=timeout_s))
+        replicas = len(place.replicas)
+        if self.reductions and replicas == 1:
+            raise ZbfxError(
+                "this pipeline sums gradients over replicas; found one replica. Bind it to a mesh with more"
+            )
+        link = measure.measured_link(channels) if self.measured and replicas > 1 else None
+        return replicated(self, replicas, link).bind_to(channels, options)
 
-    def bind_at(self, place: Place, options: StepOptions, timeout: timedelta) -> RankStep:
+    def bind_to(self, channels: comm.Channels, options: StepOptions) -> RankStep:
         """`bind`, once it is known where this process stands. Collective over all processes."""
-        channels, tensors = comm.Channels(place, self.device, timeout), self.tensors()
+        place, tensors = channels.place, self.tensors()
         engine = rank_engine(self, tensors, channels)
         runner = engine.runners[0]
         agree(channels, self.digest(), partial(move_to, engine.runners, self.device))
