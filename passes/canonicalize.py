@@ -4,7 +4,8 @@
 2. A buffer that the model writes is read once, through a clone, so that later microbatches cannot change what was read.
 3. A parameter's gradient is listed as its separate contributions, not as their sum: each then belongs to one stage.
 4. A fused backward node that computes an expensive gradient of both kinds becomes two nodes.
-5. Every output is computed: one that is an input gets a clone. Nothing is computed that no output needs.
+5. Every output is computed: one that is an input gets a clone, as does a loss that keeps more memory than its own.
+   Nothing is computed that no output needs.
 6. Every node has a fake value; checks of values, which have no result, have None.
 7. What only holds for the strides that the tracer believed in holds for any: some operators (batch norm, the backward
    of a mean squared error) give other strides than their fake version says.
@@ -45,6 +46,14 @@ READ_AS_DENSE = {
 }
 
 SLICES = (aten.slice.Tensor, aten.slice_backward.default)
+
+# Losses whose result keeps the memory of all terms that were summed up, as large as the first argument.
+OVERSIZED = {
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.soft_margin_loss.default,
+}
 
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
 
@@ -107,7 +116,7 @@ def clone_passed_inputs(graph: fx.Graph) -> None:
     output = graph.output_node()
     values = []
     for value in output.args[0]:  # type: ignore[union-attr]
-        if value.op == "placeholder":  # type: ignore[union-attr]
+        if value.op == "placeholder" or value.target in OVERSIZED:  # type: ignore[union-attr, operator]
             with graph.inserting_before(output):
                 clone = graph.call_function(aten.clone.default, (value,))
             clone.meta = dict(value.meta)  # type: ignore[union-attr]

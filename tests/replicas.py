@@ -141,7 +141,7 @@ def two_by_two(prepared: Compiled, rank: int) -> dict[str, Any]:
     results["after refusals"] = step(*problem.inputs, *problem.targets).item()
     if rank == 3:
         call = next(call for call in step.engine.runners[0].calls if call.phase.name == "B1")
-        call.forward = raise_on_purpose  # type: ignore[method-assign]
+        call.take = raise_on_purpose  # type: ignore[method-assign]
     results["fault"] = refusal(lambda: step(*problem.inputs, *problem.targets))
     return results
 

@@ -382,7 +382,7 @@ def test_fault_in_a_local_step_names_rank_step_and_action(monkeypatch: pytest.Mo
     step = compiled(problem, 2, 2).run_local()
     step(*problem.inputs, *problem.targets)
     call = next(call for call in step.engine.runners[1].calls if call.phase.name == "B1")
-    monkeypatch.setattr(call, "forward", failing)
+    monkeypatch.setattr(call, "take", failing)
     with pytest.raises(PipelineFault) as caught:
         step(*problem.inputs, *problem.targets)
     assert "rank 1, step 1, action B1.0 (stage 1, microbatch 0)" in str(caught.value)

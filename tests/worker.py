@@ -92,12 +92,12 @@ def faults(rank: int, step: Any, problem: Problem) -> dict[str, Any]:
     def fails_second_time(*args: Any) -> Any:
         if next(calls) == 1:
             raise ArithmeticError("on purpose")
-        return forward(*args)
+        return take(*args)
 
     if rank == 2:
         call = next(call for call in step.engine.runners[0].calls if call.phase.name == "B2")
-        forward = call.forward
-        call.forward = fails_second_time
+        take = call.take
+        call.take = fails_second_time
     fault = refusal(lambda: step(*problem.inputs, *problem.targets))
     return {"fault": fault, "after fault": refusal(lambda: step(*problem.inputs, *problem.targets))}
 
@@ -200,7 +200,7 @@ def killed(rank: int) -> dict[str, Any]:
     step(*problem.inputs, *problem.targets)
     if rank == 1:
         call = next(call for call in step.engine.runners[0].calls if call.phase.name == "B1")
-        call.forward = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
+        call.take = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
     return refusal(lambda: step(*problem.inputs, *problem.targets))
 
 

@@ -10,6 +10,7 @@ FunctionalTensor                    2.11.0, 2.13.0   tensors whose in-place writ
 _foreach_norm, _foreach_copy_       2.11.0, 2.13.0   one kernel for many tensors
 torch.compiler flags                2.11.0, 2.13.0   what `torch.compiler.is_exporting()` answers
 ShapeEnv, ConstantSource            2.11.0, 2.13.0   sizes that are symbols, and what holds of them
+UntypedStorage._cdata               2.11.0, 2.13.0   the address of a storage, fake ones included
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ __all__ = [
     "group_store",
     "has_gradient_hooks",
     "pytree",
+    "same_storage",
     "shape_env",
     "size_guards",
     "symbolic_size",
@@ -155,3 +157,8 @@ def size_guards(env: ShapeEnv) -> list[sympy.Basic]:
     for symbol, limits in env.var_to_range.items():
         guards += [limit for limit in (symbol >= limits.lower, symbol <= limits.upper) if limit is not sympy.true]
     return guards
+
+
+def same_storage(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors, fake or not, are views of one storage."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata

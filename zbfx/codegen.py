@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from zbfx import comm, streams
+from zbfx.boxed import Boxed, boxed
 from zbfx.graphs import Phase, Stage
 from zbfx.messages import (
     Message,
@@ -116,13 +117,14 @@ class PhaseCall(nn.Module):
     reads later packed into one bundle per lifetime.
 
     `returned` lists what the call returns: names, and bundles (tuples of names). `arguments` lists, likewise, what it
-    is called with after the microbatch.
+    is called with after the microbatch. `take` is the same call with its arguments in a list, which it empties: what
+    nobody else holds dies at its last use inside the phase.
     """
 
     def __init__(self, phase: Phase, arguments: Sequence[Item], returned: Sequence[Item]) -> None:
         super().__init__()
         self.phase, self.arguments, self.returned = phase, tuple(arguments), tuple(returned)
-        self.run: Callable[..., Any] = phase.module
+        self.run: Boxed = boxed(phase)
         place: dict[str, tuple[int, int | None]] = {
             name: (i, k) for i, item in enumerate(arguments) for k, name in enumerate(item) if isinstance(item, tuple)
         }
@@ -137,10 +139,17 @@ class PhaseCall(nn.Module):
         self.accumulators: list[Tensor] = []
 
     def forward(self, microbatch: comm.Microbatch, *args: Any) -> tuple[Any, ...]:
-        ports = [microbatch.inputs[port] if isinstance(port, str) else port for port in self.ports]
-        values = [args[i] if k is None else args[i][k] for i, k in self.places]
-        seed = (microbatch.seed,) if self.phase.is_random else ()
-        results = self.run(*ports, *values, *self.accumulators, *seed)
+        return self.take([microbatch, *args])
+
+    def take(self, box: list[Any]) -> tuple[Any, ...]:
+        microbatch: comm.Microbatch = box[0]
+        inside: list[Any] = [microbatch.inputs[port] if isinstance(port, str) else port for port in self.ports]
+        inside += [box[1 + i] if k is None else box[1 + i][k] for i, k in self.places]
+        inside += self.accumulators
+        if self.phase.is_random:
+            inside.append(microbatch.seed)
+        box.clear()
+        results = self.run(inside)
         return tuple(
             results[index] if isinstance(index, int) else tuple(results[i] for i in index) for index in self.packing
         )

@@ -196,6 +196,21 @@ class Stage:
         return sum(dict(self.storages[name] for name in names).values())
 
     @property
+    def saved_bytes(self) -> int:
+        """The paper's M_B: bytes held from F until B or W."""
+        return self.stored_bytes(self.saved)
+
+    @property
+    def weight_saved_bytes(self) -> int:
+        """The paper's M_W: bytes held from B until W."""
+        return self.stored_bytes(self.phases[Kind.W].values)
+
+    def is_sent(self, name: str) -> bool:
+        """Whether this stage makes a value that it does not read itself: for others alone."""
+        inside = any(name in phase.values for phase in self.phases.values())
+        return self.origins[name][0] == self.index and not inside
+
+    @property
     def saved(self) -> frozenset[str]:
         """The values held from F until B or W: made or received in F, read later."""
         later = {*self.phases[Kind.B].values, *self.phases[Kind.W].values}

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -30,12 +30,14 @@ from zbfx.arguments import (
 from zbfx.backends import CapturedStep, checked_backend, phase_compiler
 from zbfx.batch import Signature
 from zbfx.bind import agree, move_to, refuse_other_values
+from zbfx.boxed import emptying
 from zbfx.codegen import Program, generate
 from zbfx.engine import local_engine, message_pairs, rank_engine
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Joint, Stage
 from zbfx.guard import Guard
 from zbfx.loss import Reduction, separate_count
+from zbfx.memory import MemoryReport, RankMemory, memory_of
 from zbfx.messages import SharedGradient, messages_of, parameter_holders, shared_gradients
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.extract import extract
@@ -71,6 +73,7 @@ def compile(
     device: torch.device | str | None = None,
     backend: str = "eager",
     overlap: bool | None = None,
+    optimizer_slots: float = 0.0,
 ) -> Pipeline:
     """Compile `model` into a pipeline over `stages` ranks. Nothing of the model changes, and nothing runs on its data.
 
@@ -99,6 +102,8 @@ def compile(
                      "cudagraph+inductor"
     overlap          run Ws beside Bs of other microbatches, on a second stream, where the memory limit allows it; None:
                      on CUDA devices
+    optimizer_slots  tensors of a parameter's size that the optimizer keeps for each parameter, which count as held:
+                     2 for Adam, 1 for momentum
 
     Raises `TraceError` where the model cannot be traced, naming the user's line; `InvalidSchedule` for an order that
     breaks a rule; `NoFeasibleSchedule` under a `mem_limit` that is too small; `ZbfxError`, their base, for the rest.
@@ -143,6 +148,7 @@ def compile(
         backend,
         schedule,
         mem_limit,
+        optimizer_slots,
         costs == "measure",
     )
 
@@ -169,9 +175,20 @@ class Pipeline:
     backend: str
     request: Any  # the schedule and the limit that compile was asked for
     mem_limit: Any
+    optimizer_slots: float
     measured: bool = False  # whether costs were: then what replicas add to them is measured too
     reductions: tuple[RankReductions, ...] = ()  # per rank, what is summed over replicas; (): there is one
     exposed_s: float = 0.0  # how much longer the iteration time is for it, as planned
+
+    @cached_property
+    def memory(self) -> tuple[RankMemory, ...]:
+        """What each rank holds in a step, at every action, by storages (`zbfx.memory`)."""
+        joint, microbatches = self.joint, self.reduction.microbatches
+        return memory_of(self.programs, joint, self.signature, microbatches, self.device, self.optimizer_slots)
+
+    def memory_report(self) -> MemoryReport:
+        """A record that prints what each rank holds: static parts, the peak, and what is live at the peak."""
+        return MemoryReport(self.memory, self.schedule.mem_limit)
 
     @property
     def loss_rank(self) -> int:
@@ -266,9 +283,10 @@ class Pipeline:
         if len(place.replicas) > 1:
             refuse_other_values(channels, {name: tensors.named[name] for name in sorted(runner.tensor_names)})
         options = replace(options, seed=int(channels.gather(options.seed)[0]))
-        compiled = phase_compiler(self.backend)
-        for call in runner.calls:
-            call.run = compiled(call.phase)
+        if "inductor" in self.backend:
+            compiled = phase_compiler(self.backend)
+            for call in runner.calls:
+                call.run = emptying(compiled(call.phase))
         step_type = CapturedStep if self.backend.startswith("cudagraph") else RankStep
         return step_type(engine, options, channels, tensors)
 

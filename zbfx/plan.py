@@ -72,7 +72,8 @@ class StageCost:
     `saved_bytes` is the paper's M_B, held from F until B; `weight_saved_bytes` its M_W, held from B until W.
     `backward_s` is the fused backward BW, by default B + W; `beside_s` is B with a W of the stage beside it, on a
     device that runs two streams; None: not measured. `static_bytes` is what the stage holds through the
-    whole step: weights, gradients, optimizer state, buffers.
+    whole step: weights, gradients, optimizer state, buffers. `transient_bytes` is the most that an action of the stage
+    needs beside all of these: a rank keeps room for the largest of its stages.
     """
 
     forward_s: Number
@@ -83,10 +84,11 @@ class StageCost:
     static_bytes: Number = 0
     backward_s: Number | None = None
     beside_s: Number | None = None
+    transient_bytes: Number = 0
 
     def __post_init__(self) -> None:
         times = ("forward_s", "backward_input_s", "backward_weight_s")
-        for name in (*times, "saved_bytes", "weight_saved_bytes", "static_bytes"):
+        for name in (*times, "saved_bytes", "weight_saved_bytes", "static_bytes", "transient_bytes"):
             value = getattr(self, name)
             if not value >= 0 or value == float("inf"):
                 raise ZbfxError(f"a stage's {name} is a finite number >= 0; found {value!r}")
@@ -205,9 +207,10 @@ class Schedule:
     """Per rank an order of actions, timed, checked, with a proven lower bound on the iteration time.
 
     `ranks[r]` is rank r's order, `spans[r]` the same actions with times. `peak_bytes[r]` is the most memory rank r
-    holds, `static_bytes` of its stages included. `lower_bound_s` holds for every schedule under the same costs,
-    placement and memory limit; `gap` 0 means proven optimal. All of these count actions of a rank one after the other;
-    where Ws run `beside` Bs, `expected_s` is the makespan that follows.
+    holds, `static_bytes` of its stages included; `memory[r]` is how that comes about, (time in seconds, bytes held
+    from then on), where it is known from a program, and not from the costs alone. `lower_bound_s` holds for every
+    schedule under the same costs, placement and memory limit; `gap` 0 means proven optimal. All of these count actions
+    of a rank one after the other; where Ws run `beside` Bs, `expected_s` is the makespan that follows.
     """
 
     name: str
@@ -219,6 +222,7 @@ class Schedule:
     mem_limit: tuple[float, ...] | None = None  # bytes per rank; None: unlimited
     lower_bound_s: float = 0.0
     search_s: float = 0.0  # how long planning took
+    memory: tuple[tuple[tuple[float, float], ...], ...] | None = None
     notes: tuple[str, ...] = field(default=())  # what was compared, what was not split, why the search stopped
     beside: tuple[tuple[Action, Action], ...] = ()  # each W that runs beside a B, and that B
     expected_s: float | None = None  # makespan with those; None: there are none

@@ -272,23 +272,27 @@ class RankRunner:
             if node.target is comm.receive:
                 while not self.transport.ready(str(node.args[1])):
                     yield index
-            args: Any = fx.map_arg(node.args, environment.__getitem__)
-            target: Any = node.target
+            dying = self.dying[index]
             if node.op == "call_module":
-                environment[node] = self.call(node, args, step)
+                box = [environment[source] for source in node.args]
+                for dead in dying:
+                    environment.pop(dead, None)  # the call owns what dies with it
+                environment[node] = self.call(node, box, step)
             else:
+                args: Any = fx.map_arg(node.args, environment.__getitem__)
+                target: Any = node.target
                 environment[node] = target(*args)
-            del args
-            for dead in self.dying[index]:
-                del environment[dead]
+                del args
+            for dead in dying:
+                environment.pop(dead, None)
 
-    def call(self, node: fx.Node, args: tuple[Any, ...], step: int) -> Any:
+    def call(self, node: fx.Node, box: list[Any], step: int) -> Any:
         recorder, action = self.recorder, node.meta.get("action")
         try:
             module = self.program.module.get_submodule(str(node.target))
             with stream_of(module):
                 start = recorder.mark() if recorder else None
-                result = module(*args)
+                result = module.take(box) if isinstance(module, PhaseCall) else module(*box)
                 if recorder and action:
                     recorder.marks.append((action, start, recorder.mark()))
             if self.watched is not None and isinstance(module, PhaseCall):

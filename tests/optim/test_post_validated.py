@@ -16,7 +16,7 @@ import zbfx
 from tests.models import Problem, gpt2, mean_squares, mlp, numbers, unet_batch_norm
 from tests.optimizers import Make, Result, adamw, same_bits, train
 from tests.reference import compiled, cut, default_dtype, loss_of
-from zbfx import comm, rng
+from zbfx import rng
 from zbfx.codegen import PhaseCall, generate
 from zbfx.optim import PostValidated
 from zbfx.optim.state import Act
@@ -159,17 +159,18 @@ def poisoned(ranks: int, steps: set[int], stage: int = 1, phase: str = "F", **op
 
 def spoil(call: PhaseCall, when: Callable[[int], bool]) -> None:
     """Make the results of a phase, or the gradients of a W, not finite for microbatches with some seeds."""
-    forward = call.forward
+    take = call.take
 
-    def spoilt(microbatch: comm.Microbatch, *args: Any) -> Any:
-        results = forward(microbatch, *args)
-        if not when(microbatch.seed):
+    def spoilt(box: list[Any]) -> Any:
+        seed = box[0].seed
+        results = take(box)
+        if not when(seed):
             return results
         if not results:
             call.accumulators[-1].fill_(float("inf"))
         return pytree.tree_map(lambda value: value * float("nan"), results)
 
-    call.forward = spoilt  # type: ignore[method-assign]
+    call.take = spoilt  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

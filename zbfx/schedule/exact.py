@@ -55,7 +55,7 @@ class Instance:
     grows: tuple[int, ...]
     sources: tuple[tuple[Source, ...], ...]
     output: tuple[int, ...]
-    static: tuple[int, ...]  # memory units per rank, through the whole step
+    static: tuple[int, ...]  # memory units per rank, through the whole step; room for one action's transients included
     ticks_per_s: int
     units_per_byte: int
 
@@ -112,11 +112,12 @@ def instance(costs: CostTable, microbatches: int) -> Instance:
     forward = [0 if edge.forward_s is None else edge.forward_s for edge in costs.edges]
     backward = [0 if edge.backward_s is None else edge.backward_s for edge in costs.edges]
     (*kinds, forward_ticks, backward_ticks), ticks_per_s = _scaled([*times, forward, backward])
-    (saved, weight_saved, static), units_per_byte = _scaled(
+    (saved, weight_saved, static, transient), units_per_byte = _scaled(
         [
             [s.saved_bytes for s in stages],
             [s.weight_saved_bytes for s in stages],
             [s.static_bytes for s in stages],
+            [s.transient_bytes for s in stages],
         ]
     )
     sources: list[list[Source]] = [[] for _ in range(4 * count)]
@@ -145,7 +146,10 @@ def instance(costs: CostTable, microbatches: int) -> Instance:
         ),
         sources=tuple(tuple(needed) for needed in sources),
         output=(*range(3 * count), *range(B * count, (B + 1) * count)),
-        static=tuple(sum(static[stage] for stage in costs.stages_of(rank)) for rank in range(costs.rank_count)),
+        static=tuple(
+            sum(static[stage] for stage in own) + max(transient[stage] for stage in own)
+            for own in map(costs.stages_of, range(costs.rank_count))
+        ),
         ticks_per_s=ticks_per_s,
         units_per_byte=units_per_byte,
     )

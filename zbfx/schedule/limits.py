@@ -25,7 +25,9 @@ def one_x(costs: CostTable) -> Fraction:
 
 
 def static_bytes(costs: CostTable, rank: int) -> Fraction:
-    return sum((exact(costs.stages[s].static_bytes) for s in costs.stages_of(rank)), Fraction())
+    """What a rank holds through the whole step, room for the largest transient of an action included."""
+    own = [costs.stages[stage] for stage in costs.stages_of(rank)]
+    return sum((exact(s.static_bytes) for s in own), Fraction()) + max(exact(s.transient_bytes) for s in own)
 
 
 def limit_per_rank(costs: CostTable, mem_limit: MemLimit) -> tuple[Number, ...] | None:

@@ -20,7 +20,7 @@ def svg(schedule: Schedule, width_px: int = 1400) -> str:
     ranks = schedule.costs.rank_count
     height_px = HEAD_PX + ranks * (LANE_PX + MEMORY_PX + GAP_PX)
     scale = (width_px - LEFT_PX - 8) / schedule.makespan_s if schedule.makespan_s else 0.0
-    curves = simulate(schedule.costs, schedule.microbatches, schedule.ranks).memory
+    curves = schedule.memory or simulate(schedule.costs, schedule.microbatches, schedule.ranks).memory
     most = max(schedule.peak_bytes, default=0.0)
     body = [f'<text x="4" y="15">{escape(summary(schedule))}</text>']
     for rank, (spans, curve) in enumerate(zip(schedule.spans, curves, strict=True)):

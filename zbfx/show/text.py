@@ -160,7 +160,7 @@ def memory_rows(schedule: Schedule, width: int) -> list[Line]:
     """Per rank a bar for each column: the most it holds in that stretch of time, on one scale for all ranks."""
     scale = characters_per_second(schedule, width)
     count = round(schedule.makespan_s * scale)
-    curves = simulate(schedule.costs, schedule.microbatches, schedule.ranks).memory
+    curves = schedule.memory or simulate(schedule.costs, schedule.microbatches, schedule.ranks).memory
     most = max(schedule.peak_bytes, default=0.0)
     where = schedule.peak_bytes.index(most) if schedule.peak_bytes else 0
     lines: list[Line] = [[(f"memory held, a full bar is the peak: {amount(most)} on rank {where}", None)]]

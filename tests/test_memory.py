@@ -1,0 +1,51 @@
+"""What ranks hold: predicted to the byte, freed at the last use, drawn and printed. Run: pytest tests/test_memory.py"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import zbfx
+from tests.live_bytes import measured_peaks
+from tests.models import Maker, bert, gpt, gpt2, mlp, unet_batch_norm, unet_group_norm, vit
+from tests.reference import compiled, rescheduled
+
+MICROBATCHES = 5
+LINEAR = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+PLACED = ("interleaved-1f1b", "zb-v-order")
+
+
+@functools.cache
+def pipeline(make: Maker, schedule: str) -> zbfx.Pipeline:
+    return compiled(make(MICROBATCHES), 4 if schedule in LINEAR else 2, MICROBATCHES, schedule=schedule)
+
+
+def rows_of(make: Maker, pipe: zbfx.Pipeline) -> list[list[torch.Tensor]]:
+    problem = make(MICROBATCHES)
+    return pipe.signature.split((*problem.inputs, *problem.targets), problem.kwargs, MICROBATCHES)
+
+
+@pytest.mark.parametrize("schedule", [*LINEAR, *PLACED])
+@pytest.mark.parametrize("make", [gpt, gpt2, bert, vit, unet_batch_norm, mlp])
+def test_peak_of_every_rank_is_predicted_to_the_byte(make: Maker, schedule: str) -> None:
+    pipe = pipeline(make, "zb-h1" if schedule in LINEAR else schedule)
+    if schedule in LINEAR:
+        pipe = rescheduled(pipe, MICROBATCHES, schedule)
+    counters = measured_peaks(pipe, rows_of(make, pipe))
+    assert [memory.highest.peak_bytes for memory in pipe.memory] == [counter.peak for counter in counters]
+
+
+def test_values_of_a_w_beside_a_b_are_held_until_it_is_joined() -> None:
+    pipe = compiled(gpt(MICROBATCHES), 2, MICROBATCHES, schedule="zb-h1", overlap=True)
+    assert pipe.schedule.beside
+    counters = measured_peaks(pipe, rows_of(gpt, pipe))
+    assert [memory.highest.peak_bytes for memory in pipe.memory] == [counter.peak for counter in counters]
+
+
+def test_nothing_is_left_after_a_step() -> None:
+    """The losses are the last to go; gradients and parameters were there before."""
+    for steps in (2, 20):
+        pipe = pipeline(unet_group_norm, "zb-h1")
+        assert [counter.live for counter in measured_peaks(pipe, rows_of(unet_group_norm, pipe), steps)] == [0] * 4

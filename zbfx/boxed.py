@@ -1,0 +1,45 @@
+"""A phase as a function that owns its arguments: it takes them out of a list, and each dies at its last use.
+
+Called with plain arguments, everything that a phase reads would live until it returns: the caller's frame holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import CodeGen
+
+from zbfx.graphs import Phase, copy_graph
+
+Boxed = Callable[[list[Any]], Any]
+
+
+class TakesBox(CodeGen):
+    """The usual code of a graph, with one argument: a list of the placeholders' values, which it empties."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        names = [name.partition(":")[0].strip() for name in free_vars if name != "self"]
+        unpack = f"    {', '.join(names)}, = box\n    box.clear()" if names else "    pass"
+        return f"def forward(self, box){maybe_return_annotation}:\n{unpack}"
+
+
+def boxed(phase: Phase) -> Boxed:
+    """The phase's graph as a function of a list, which it empties."""
+    graph = copy_graph(phase.module.graph)
+    graph.set_codegen(TakesBox())
+    module = fx.GraphModule(torch.nn.Module(), graph, phase.name)
+    return module.forward
+
+
+def emptying(call: Callable[..., Any]) -> Boxed:
+    """The same calling convention for a function of plain arguments, which holds them until it returns."""
+
+    def run(box: list[Any]) -> Any:
+        args = tuple(box)
+        box.clear()
+        return call(*args)
+
+    return run

@@ -1,0 +1,232 @@
+"""Phase -> the storages that it reads and makes, and when each of them comes and goes.
+
+A storage lives while any value in it does; views and results of in-place ops have their input's. A value dies after the
+statement that reads it last, as the generated code says (`x = None`), and one that nobody reads right away.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zbfx._torch import same_storage
+from zbfx.graphs import Phase, Stage
+from zbfx.passes.canonicalize import OVERSIZED
+from zbfx.passes.nodes import is_view, tensors
+from zbfx.plan import Kind
+from zbfx.rng import seeded
+
+aten = torch.ops.aten
+
+# Views where the strides allow it, copies elsewhere.
+PERHAPS_VIEWS = {aten.reshape.default, aten.contiguous.default}
+
+Slot = int  # a storage inside a phase: the k-th value that it reads for k < len(phase.values), later ones are made here
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """What happens to memory inside a phase, op by op.
+
+    `steps` are the ops at which anything changes: (node, slots made there with their bytes, slots that nothing reads
+    after it). Parameters, buffers, inputs of the microbatch and accumulators are no part of it. `results[k]` is the
+    slot of the phase's k-th result, None if it is no storage of its own.
+    """
+
+    steps: tuple[tuple[str, tuple[tuple[Slot, int], ...], tuple[Slot, ...]], ...]
+    results: tuple[Slot | None, ...]
+
+
+Value = Slot | tuple["Value", ...] | None
+
+
+def lifetimes(phase: Phase, granule: int = 1) -> Lifetimes:
+    """The storages of a phase, from the fake values and the operators' schemas; sizes are multiples of `granule`."""
+    nodes = list(phase.module.graph.nodes)
+    values: dict[fx.Node, Value] = {}
+    born: dict[int, list[tuple[Slot, int]]] = {}
+    own = len(phase.values)
+    first = len(phase.ports)
+    for index, node in enumerate(nodes):
+        if node.op == "placeholder":
+            values[node] = index - first if first <= index < first + len(phase.values) else None
+        elif node.op == "call_function":
+            shared = inherited(node, values)
+            if shared is not NEW:
+                values[node] = shared
+                continue
+            made = tensors(fake(node.args[0] if node.target in OVERSIZED else node))
+            sizes = [rounded(storage_bytes(tensor), granule) for tensor in made]
+            slots = tuple(range(own, own + len(sizes)))
+            own += len(sizes)
+            born[index] = list(zip(slots, sizes, strict=True))
+            values[node] = placed_like(node.meta["val"], slots)
+        else:
+            assert node.op == "output", f"a phase has no node like {node.format_node()}"
+    last = last_uses(nodes)
+    death: dict[Slot, int] = {}
+    for node, value in values.items():
+        for slot in slots_of(value):
+            death[slot] = max(death.get(slot, -1), last[node])
+    returned = tuple(values[node] for node in nodes[-1].args[0])
+    kept = {slot for value in returned for slot in slots_of(value)}
+    dying: dict[int, list[Slot]] = {}
+    for slot, index in death.items():
+        if slot not in kept:
+            dying.setdefault(index, []).append(slot)
+    steps = tuple(
+        (node.name, tuple(born.get(index, ())), tuple(dying.get(index, ())))
+        for index, node in enumerate(nodes)
+        if index in born or index in dying
+    )
+    return Lifetimes(steps, tuple(one_slot(value) for value in returned))
+
+
+class New:
+    """Says that a node makes storages of its own."""
+
+
+NEW = New()
+
+
+def inherited(node: fx.Node, values: Mapping[fx.Node, Value]) -> Any:
+    """The storages of a node's value if it makes none itself; `NEW` if it does."""
+    source: Any = node.args[0] if node.args else None
+    if node.target is operator.getitem and not is_view(node):
+        whole, position = values[source], node.args[1]
+        assert isinstance(position, int), node
+        return whole[position] if isinstance(whole, tuple) else whole
+    if node.target is seeded:
+        return NEW
+    if node.target in PERHAPS_VIEWS:
+        result = node.target(*fx.map_arg(node.args, fake), **fx.map_arg(node.kwargs, fake))
+        return values[source] if same_storage(result, fake(source)) else NEW
+    if is_view(node) or writes_first(node):
+        return values[source]
+    return NEW if any(True for _ in tensors(node.meta.get("val"))) else None
+
+
+def fake(node: Any) -> Any:
+    return node.meta["val"]
+
+
+def writes_first(node: fx.Node) -> bool:
+    """Whether the op writes into its first argument, and returns it."""
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema and schema.arguments and schema.arguments[0].is_write)
+
+
+def storage_bytes(tensor: Tensor) -> int:
+    """Bytes from the tensor's first entry to its last: what an operator allocates for it."""
+    if not tensor.numel():
+        return 0
+    extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(extent) * tensor.element_size()
+
+
+def rounded(size: int, granule: int) -> int:
+    """The next multiple: what an allocator sets aside."""
+    return -(-size // granule) * granule
+
+
+def placed_like(value: Any, slots: Sequence[Slot]) -> Value:
+    """The slots in the structure of a value: one, or a tuple with None where there is no tensor."""
+    if isinstance(value, Tensor):
+        return slots[0]
+    remaining = iter(slots)
+    return tuple(next(remaining) if isinstance(entry, Tensor) else None for entry in value)
+
+
+def slots_of(value: Value) -> Sequence[Slot]:
+    if value is None:
+        return ()
+    if isinstance(value, tuple):
+        return [slot for entry in value for slot in slots_of(entry)]
+    return (value,)
+
+
+def one_slot(value: Value) -> Slot | None:
+    assert not isinstance(value, tuple), "a result is one tensor"
+    return value
+
+
+def last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """The position of each node's last reader; its own if it has none (a placeholder then lives to the end)."""
+    last = {node: (len(nodes) if node.op == "placeholder" else index) for index, node in enumerate(nodes)}
+    for index, node in enumerate(nodes):
+        for source in node.all_input_nodes:
+            last[source] = index
+    return last
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a call does to memory: the most above what was held before it, at which op, the storages that it leaves,
+    and the difference that remains."""
+
+    peak: int
+    node: str
+    made: Mapping[Slot, int]
+    remains: int
+
+
+def call_effect(
+    inside: Lifetimes, groups: Sequence[Slot], owned: Collection[Slot], sizes: Mapping[Slot, int]
+) -> Effect:
+    """Walk a phase. `groups[k]` is the first of the values that share value k's storage, `sizes` the bytes of these
+    storages, and `owned` those that nothing else holds: they die inside."""
+    holders = Counter(groups)
+    for group in sizes:
+        holders[group] += group not in owned
+    known = dict(sizes)
+    held, peak, where = 0, 0, ""
+    made: dict[Slot, int] = {}
+    for node, born, dying in inside.steps:
+        for slot, size in born:
+            made[slot] = known[slot] = size
+            holders[slot] = 1
+            held += size
+        if held > peak:
+            peak, where = held, node
+        for slot in dying:
+            group = groups[slot] if slot < len(groups) else slot
+            holders[group] -= 1
+            if not holders[group]:
+                held -= known[group]
+                made.pop(group, None)
+    return Effect(peak, where, made, held)
+
+
+def transient_bytes(stage: Stage) -> int:
+    """The most that one action of a stage needs beside M_B and M_W of its microbatch, and a message each way.
+
+    Conservative: messages count as if every one of them were on its way meanwhile.
+    """
+    held = {Kind.F: stage.saved_bytes, Kind.B: max(stage.saved_bytes, stage.weight_saved_bytes)}
+    held[Kind.W] = stage.weight_saved_bytes
+    later = {Kind.F: (Kind.B, Kind.W), Kind.B: (Kind.W,), Kind.W: ()}
+    live: set[str] = set()
+    excess = [0]
+    for kind, phase in stage.phases.items():
+        live |= set(phase.values)
+        kept = {stage.storages[name][0] for after in later[kind] for name in stage.phases[after].values}
+        owners = [stage.storages[name] for name in phase.values]
+        first: dict[str, Slot] = {}
+        groups = [first.setdefault(owner, slot) for slot, (owner, _) in enumerate(owners)]
+        owned = {slot for owner, slot in first.items() if owner not in kept}
+        sizes = {slot: owners[slot][1] for slot in first.values()}
+        effect = call_effect(lifetimes(phase), groups, owned, sizes)
+        excess.append(stage.stored_bytes(live) + effect.peak - held[kind])
+        live |= set(phase.results)
+        live = {name for name in live if stage.storages[name][0] in kept}
+    received = {
+        name for phase in stage.phases.values() for name in phase.values if stage.origins[name][0] != stage.index
+    }
+    sent = {name for phase in stage.phases.values() for name in phase.results if stage.is_sent(name)}
+    return max(excess) + stage.stored_bytes(received) + stage.stored_bytes(sent)
