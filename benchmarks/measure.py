@@ -56,12 +56,17 @@ def barrier() -> None:
     dist.all_reduce(torch.zeros(1))
 
 
-def measure(runnable: Runnable, device: torch.device, *, warmup: int, repeats: int) -> Measured:
-    """Run `warmup` steps, then time `repeats`, which all ranks begin at the same moment."""
+def measure(
+    runnable: Runnable, device: torch.device, *, warmup: int, repeats: int, keep_gradients: bool = True
+) -> Measured:
+    """Run `warmup` steps, then time `repeats`, which all ranks begin at the same moment. Gradients are zeroed in place
+    before each step, or, unless `keep_gradients`, set to None."""
     loss, step_s = None, []
     for index in range(warmup + repeats):
         for parameter in runnable.parameters:
-            if parameter.grad is not None:
+            if not keep_gradients:
+                parameter.grad = None
+            elif parameter.grad is not None:
                 parameter.grad.zero_()
         synchronize(device)
         barrier()

@@ -83,9 +83,8 @@ class CaseFailed(Exception):
 class Benchmark:
     """The cases of one run on this process's rank."""
 
-    def __init__(self, options: argparse.Namespace, world: World) -> None:
-        self.options, self.world = options, world
-        self.cases = expand(options)
+    def __init__(self, options: argparse.Namespace, world: World, cases: Sequence[Any]) -> None:
+        self.options, self.world, self.cases = options, world, cases
         dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
         self.place = Place(world.rank, world.ranks, world.device, dtype, timeout_s=options.case_timeout_s)
         self.machine = rows.machine(self.place, options.commit)
@@ -122,11 +121,14 @@ class Benchmark:
     def finish(self, index: int, **results: Any) -> None:
         """Write a case's row."""
         if self.leads:
-            row = Row(**asdict(self.cases[index]), p=self.world.ranks, **results, **self.machine)
+            row = self.row(index, **results)
             with self.options.out.open("a") as file:
                 file.write(json.dumps(asdict(row)) + "\n")
             self.journal.write(end=index)
             report(self.cases[index], row, self.journal.elapsed_s)
+
+    def row(self, index: int, **results: Any) -> Any:
+        return Row(**asdict(self.cases[index]), p=self.world.ranks, **results, **self.machine)
 
     def run_case(self, index: int) -> None:
         if self.leads:
@@ -203,7 +205,7 @@ def describe(failure: Exception) -> str:
     return f"{type(failure).__name__}: {' '.join(str(failure).split())[:500]}"
 
 
-def report(case: Case, row: Row, elapsed_s: float) -> None:
+def report(case: Any, row: Any, elapsed_s: float) -> None:
     """One line on stderr as a case ends."""
     outcome = row.error or f"{row.step_ms:.2f} ms, peak {row.peak_gib} GiB, loss {row.loss}"
     print(f"[{elapsed_s:5.0f} s] {case.name}: {outcome}", file=sys.stderr, flush=True)
@@ -215,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("\n".join(case.name for case in expand(options)))
         return
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
-    Benchmark(options, World.from_environment(options.device)).run()
+    Benchmark(options, World.from_environment(options.device), expand(options)).run()
 
 
 if __name__ == "__main__":

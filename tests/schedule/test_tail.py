@@ -67,10 +67,9 @@ def test_more_ws_are_put_off_where_sums_are_long() -> None:
 def test_memory_limit_keeps_ws_where_they_are() -> None:
     """Each W that waits holds 2, as each F does: beside the two Fs in flight there is no room for a third W."""
     tight = CostTable.chain([StageCost(2, 3, 5, saved_bytes=2, weight_saved_bytes=2)] * 2, comm_s=7)
-    schedule = plan(tight, 4, schedule="1f1b", mem_limit=4)
-    allowed = [ending.trailing for ending in endings(schedule, 0)]
-    assert allowed == [0, 1, 2]
-    assert [e.trailing for e in endings(plan(tight, 4, schedule="1f1b"), 0)] == [0, 1, 2, 3, 4]
+    for limit, allowed in ((4, [0, 1, 2]), (6, [0, 1, 2, 3]), (8, [0, 1, 2, 3, 4]), (None, [0, 1, 2])):
+        schedule = plan(tight, 4, schedule="1f1b", mem_limit=limit)
+        assert [ending.trailing for ending in endings(schedule, 0)] == allowed, limit
 
 
 def test_sums_are_hidden_where_the_last_work_adds_to_none() -> None:

@@ -16,6 +16,8 @@ from zbfx.schedule.check import check
 from zbfx.schedule.exact import instance
 from zbfx.schedule.longest_path import peak_units
 
+WORTH = 0.01  # share of the exposed time that putting off more Ws has to hide
+
 Timed = Sequence[tuple[Action, float, float]]  # unfused actions with their start and end, in seconds
 
 
@@ -96,13 +98,20 @@ def johnson(jobs: Mapping[int, tuple[float, float]]) -> list[int]:
 
 
 def best_tail(endings: Sequence[Ending], portions: Sequence[Portion]) -> Tail:
-    """The tail whose sums end first; among equals the first."""
-    return min((tail_of(ending, portions) for ending in endings), key=lambda tail: tail.reduced_s)
+    """The tail whose sums end first; what holds more has to be worth it."""
+    first, *others = (tail_of(ending, portions) for ending in endings)
+    best = first
+    for tail in others:
+        exposed_s = best.reduced_s - first.ending.end_s
+        if tail.reduced_s < best.reduced_s - WORTH * max(0.0, exposed_s):
+            best = tail
+    return best
 
 
 def endings(schedule: Schedule, rank: int) -> list[Ending]:
     """The ways in which the rank may end: with no W in parts; with some of the Ws that end its order anyway, which
-    need no more memory than the first of them; with more Ws put off, as long as what they hold fits into the limit.
+    need no more memory than the first of them; with more Ws put off, as long as what they hold fits into the limit,
+    or, where there is none, into what the rank holds at its peak anyway.
     Ws that run beside a B stay there, and so do all of a rank that has such."""
     timed = unfused_spans(schedule, rank)
     order = [action for action, _, _ in timed]
@@ -183,8 +192,9 @@ def retimed(schedule: Schedule, order: Sequence[Action], arrival: Mapping[Action
 
 def fits(schedule: Schedule, rank: int, order: Sequence[Action]) -> bool:
     problem = instance(schedule.costs, schedule.microbatches)
-    limits = problem.units(schedule.mem_limit)
-    return limits is None or peak_units(problem, [problem.code(action) for action in order]) <= limits[rank]
+    limits = problem.units(schedule.mem_limit or schedule.peak_bytes)
+    assert limits is not None, "given above"
+    return peak_units(problem, [problem.code(action) for action in order]) <= limits[rank]
 
 
 def ending_with(schedule: Schedule, tails: Sequence[Tail]) -> Schedule:
