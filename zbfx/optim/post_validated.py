@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zbfx.codegen import optimizer_program
+from zbfx.cost import hardware_of
 from zbfx.engine import take_turns
 from zbfx.errors import ZbfxError
 from zbfx.messages import messages_of, parameter_holders
 from zbfx.optim.inverse import Arithmetic, checked_rollback, obstacle_of
 from zbfx.optim.pending import PendingStep, hyperparameters, read
+from zbfx.optim.planned import OptimizerPlan, estimated, planned
 from zbfx.optim.scaler import checked_scaler, update_scale
 from zbfx.optim.state import Act, Layout, Rules, Verdict, gradient_norms
 from zbfx.optim.undo import Undo
@@ -67,7 +69,8 @@ class PostValidated(torch.optim.Optimizer):
                  is full, on the host), "arithmetic" (the inverse of the step, in place, up to rounding); None: exact
     sync         wait for all ranks in `step()` instead, as a barrier does: for comparison
 
-    `verdict` is that of the last settled step, `counts` adds them up. Raises `ZbfxError` for parameters that are not
+    `verdict` is that of the last settled step, `counts` adds them up, `print(opt.plan())` says what a step takes with a
+    barrier and without, and what the way back costs. Raises `ZbfxError` for parameters that are not
     the step's, and for what cannot be undone by arithmetic.
     """
 
@@ -100,7 +103,7 @@ class PostValidated(torch.optim.Optimizer):
         pipe = step.engine.pipe
         self.parameters = pipe.tensors().named
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        holders = parameter_holders(pipe.stages, pipe.schedule.costs.placement)
+        holders = self.holders = parameter_holders(pipe.stages, pipe.schedule.costs.placement)
         self.stages: dict[str, set[int]] = {}
         for stage in pipe.stages:
             for phase in stage.phases.values():
@@ -125,13 +128,8 @@ class PostValidated(torch.optim.Optimizer):
     def build_runners(self) -> None:
         """The programs that pass the state on, one for each rank of this process."""
         pipe = self.target.engine.pipe
-        validation = validation_of(
-            pipe.schedule,
-            messages_of(pipe.stages, pipe.schedule),
-            self.layout.chain,
-            self.layout.size,
-            pipe.reduction.dtype,
-        )
+        messages, layout = messages_of(pipe.stages, pipe.schedule), self.layout
+        validation = validation_of(pipe.schedule, messages, layout.chain, layout.size, pipe.reduction.dtype)
         programs = [optimizer_program(validation, pipe.schedule, share.rank) for share in self.shares]
         transports = self.target.transports(programs, validation.pairs)
         for share, program, transport in zip(self.shares, programs, transports, strict=True):
@@ -152,6 +150,21 @@ class PostValidated(torch.optim.Optimizer):
     def programs(self) -> dict[int, str]:
         """By rank, what `step()` does, as Python."""
         return {runner.rank: runner.program.code for runner in self.runners}
+
+    def plan(self, step_s: Sequence[float] | None = None) -> OptimizerPlan:
+        """What a step takes with a barrier and without; `step_s`: measured seconds of the optimizer, by rank."""
+        pipe = self.target.engine.pipe
+        messages, layout = messages_of(pipe.stages, pipe.schedule), self.layout
+        validation = validation_of(pipe.schedule, messages, layout.chain, layout.size, pipe.reduction.dtype)
+        held = [
+            sum(self.parameters[name].nbytes for name in self.stages if rank in self.holders[name])
+            for rank in range(len(layout.chain))
+        ]
+        exact = self.rollback != "arithmetic"
+        costs = estimated(self.optimizer, held, exact=exact, hardware=hardware_of(pipe.device))
+        if step_s is not None:
+            costs = replace(costs, step_s=tuple(step_s))
+        return planned(pipe.schedule, messages, validation, costs)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]

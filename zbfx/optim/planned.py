@@ -1,0 +1,202 @@
+"""What optimizer steps cost in the plan: consecutive steps of all ranks, simulated with and without a barrier.
+
+The simulator of schedules times one step, whose end nobody waits for. Here steps follow each other: a rank goes on as
+soon as it has stepped its optimizer, so that a step fills the gaps that the one before it left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zbfx.cost import Hardware
+from zbfx.messages import Message
+from zbfx.plan import Action, Kind, Schedule, parts
+from zbfx.validation import Validation
+
+STEPS = 8  # simulated; the last three settle what a step takes
+WRONG = 4  # the step in which forwards run again
+
+Key = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class OptimizerCosts:
+    """Seconds per rank: of one step of the optimizer with the copies that its way back takes, of undoing one and taking
+    it again, and from one rank to the next or, in a barrier, between all of them."""
+
+    step_s: tuple[float, ...]
+    redo_s: tuple[float, ...]
+    hop_s: float
+    undo_bytes: tuple[int, ...]
+
+
+def estimated(
+    optimizer: torch.optim.Optimizer, held_bytes: Sequence[int], *, exact: bool, hardware: Hardware
+) -> OptimizerCosts:
+    """Costs in closed form: an optimizer moves memory. `held_bytes`: of the parameters of each rank."""
+    states = state_tensors(optimizer)
+    moved_s = [held / hardware.bytes_per_s for held in held_bytes]  # to read or write the parameters once
+    update = 2.0 * (1 + states) + 1.0 + 1.0  # parameters and state read and written, gradients read twice (norm, step)
+    copy = 2.0 * (1 + states)
+    return OptimizerCosts(
+        tuple((update + (copy if exact else 0.0)) * s for s in moved_s),
+        tuple((update + copy) * s for s in moved_s),
+        hardware.link_latency_s,
+        tuple(held * (1 + states) if exact else 0 for held in held_bytes),
+    )
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> int:
+    """How many tensors as large as a parameter the optimizer keeps for each; none known for classes that are not
+    torch's until they have stepped."""
+    for parameter, state in optimizer.state.items():
+        return sum(isinstance(v, Tensor) and v.shape == parameter.shape for v in state.values())
+    group = optimizer.param_groups[0]
+    if isinstance(optimizer, torch.optim.Adam):
+        return 3 if group["amsgrad"] else 2
+    return int(isinstance(optimizer, torch.optim.SGD) and group["momentum"] != 0)
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    """Seconds a step takes with a barrier and without, what a wrong step adds to that, and what the way back costs."""
+
+    barrier_s: float
+    validated_s: float
+    repeat_s: float
+    costs: OptimizerCosts
+
+    def __str__(self) -> str:
+        gain = self.barrier_s / self.validated_s - 1.0
+        undo = ", ".join(f"{size / 2**20:.1f}" for size in self.costs.undo_bytes)
+        return (
+            f"optimizer: a step takes {self.barrier_s:.6g} s with a barrier, {self.validated_s:.6g} s without "
+            f"({gain:.1%} faster), {self.repeat_s:.6g} s more where it was wrong; the optimizer itself "
+            f"{max(self.costs.step_s):.3g} s; undo copies of {undo} MiB (by rank)"
+        )
+
+    def repeating_s(self, every: int) -> float:
+        """Seconds a step takes if one in so many is wrong."""
+        return self.validated_s + self.repeat_s / every
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something that a rank does for so long, after tasks of any rank and the time that their results travel."""
+
+    key: Key
+    seconds: float
+    after: tuple[tuple[Key, float], ...] = ()
+
+
+def planned(
+    schedule: Schedule, messages: Sequence[Message], validation: Validation, costs: OptimizerCosts
+) -> OptimizerPlan:
+    def end_s(*, barrier: bool, wrong: frozenset[int] = frozenset()) -> list[float]:
+        steps = Steps(schedule, messages, validation, costs, barrier)
+        ranks = range(len(schedule.ranks))
+        return step_ends([[t for n in range(STEPS) for t in steps.of(rank, n, n in wrong)] for rank in ranks])
+
+    barrier, clean = end_s(barrier=True), end_s(barrier=False)
+    repeated = end_s(barrier=False, wrong=frozenset({WRONG}))
+    return OptimizerPlan(period_s(barrier), period_s(clean), max(0.0, repeated[-1] - clean[-1]), costs)
+
+
+def period_s(ends: Sequence[float]) -> float:
+    return (ends[-1] - ends[-4]) / 3
+
+
+def step_ends(orders: Sequence[Sequence[Task]]) -> list[float]:
+    """When each step's optimizer has stepped on the last rank. Tasks of a rank run one after the other."""
+    done: dict[Key, float] = {}
+    clocks = [0.0] * len(orders)
+    places = [0] * len(orders)
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(orders):
+            while places[rank] < len(order) and all(key in done for key, _ in order[places[rank]].after):
+                task = order[places[rank]]
+                begin = max([clocks[rank], *(done[key] + delay for key, delay in task.after)])
+                clocks[rank] = done[task.key] = begin + task.seconds
+                places[rank] += 1
+                moved = True
+    assert all(place == len(order) for place, order in zip(places, orders, strict=True)), "schedules do not deadlock"
+    ends: dict[object, float] = {}
+    for key, time in done.items():
+        if key[0] == "optimizer":
+            ends[key[1]] = max(time, ends.get(key[1], 0.0))
+    return [ends[step] for step in sorted(ends, key=int)]  # type: ignore[arg-type]
+
+
+class Steps:
+    """The tasks of consecutive steps. Keys: (action, step, run), ("verdict" or "state" or "optimizer", step, rank)."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        messages: Sequence[Message],
+        validation: Validation,
+        costs: OptimizerCosts,
+        barrier: bool,
+    ) -> None:
+        self.schedule, self.validation, self.costs, self.barrier = schedule, validation, costs, barrier
+        self.orders = [[part for action in order for part in parts(action)] for order in schedule.ranks]
+        self.early = {a for order, count in zip(self.orders, validation.prefix, strict=True) for a in order[:count]}
+        self.guests = dict(schedule.beside)
+        self.hosts = set(self.guests.values())
+        edges = {(edge.source, edge.target): edge for edge in schedule.costs.edges}
+        self.sources: dict[Action, list[tuple[Action, float]]] = {}
+        for message in messages:
+            assert message.producer is not None, "a message between actions"
+            assert message.consumer is not None, "a message between actions"
+            stages = sorted((message.producer.stage, message.consumer.stage))
+            edge = edges.get((stages[0], stages[1]))
+            delay = None if edge is None else edge.forward_s if message.producer.kind is Kind.F else edge.backward_s
+            self.sources.setdefault(message.consumer, []).append((message.producer, float(delay or 0.0)))
+
+    def of(self, rank: int, step: int, wrong: bool) -> Iterator[Task]:
+        """What a rank does in a step; `wrong`: the optimizer step before it was."""
+        order, prefix = self.orders[rank], self.validation.prefix[rank]
+        first = "first" if wrong else "final"
+        if not self.barrier:
+            yield from (self.action(a, step, first) for a in order[:prefix])
+            yield self.verdict(rank, step)
+            if wrong:
+                yield Task(("redo", step, rank), self.costs.redo_s[rank])
+                yield from (self.action(a, step, "final") for a in order[:prefix])
+            order = order[prefix:]
+        yield from (self.action(a, step, "final") for a in order)
+        yield self.state(rank, step)
+        yield Task(("optimizer", step, rank), self.costs.step_s[rank], self.everyone(step) if self.barrier else ())
+
+    def action(self, action: Action, step: int, run: str) -> Task:
+        after = tuple(
+            ((source, step, run if source in self.early else "final"), delay)
+            for source, delay in self.sources.get(action, ())
+        )
+        cost = self.schedule.costs.stages[action.stage]
+        seconds = 0.0 if action in self.guests else float(cost.seconds(action.kind))
+        if action in self.hosts and cost.beside_s is not None:
+            seconds = float(cost.beside_s)
+        return Task((action, step, run), seconds, after)
+
+    def verdict(self, rank: int, step: int) -> Task:
+        source = self.validation.neighbours(rank).after
+        known: Key = ("state", step - 1, rank) if source is None else ("verdict", step, source)
+        after = () if source is None and step == 0 else ((known, 0.0 if source is None else self.costs.hop_s),)
+        return Task(("verdict", step, rank), 0.0, after)
+
+    def state(self, rank: int, step: int) -> Task:
+        source = self.validation.neighbours(rank).before
+        waits = () if self.barrier or source is None else ((("state", step, source), self.costs.hop_s),)
+        return Task(("state", step, rank), 0.0, waits)
+
+    def everyone(self, step: int) -> tuple[tuple[Key, float], ...]:
+        """A barrier: every rank waits for all, along the chain and back."""
+        delay = self.costs.hop_s * (len(self.orders) - 1)
+        return tuple((("state", step, rank), delay) for rank in range(len(self.orders)))
