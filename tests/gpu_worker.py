@@ -9,6 +9,8 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -123,7 +125,51 @@ def alone(device: torch.device) -> dict[str, dict[str, Tensor]]:
     return {"plain": plain(device), **equal(device)}
 
 
-SCENARIOS: dict[str, Callable[[torch.device], Any]] = {"equal": equal, "steady": steady, "alone": alone}
+def optimizer(device: torch.device) -> dict[str, dict[str, Any]]:
+    """Training with `PostValidated`, by case: with a barrier and without, where every step clips, where none does, and
+    where half of the gradients of one step are infinite. Norms at which some ranks step early and are wrong come from a
+    first run."""
+    torch.use_deterministic_algorithms(True)
+    model, batch = model_and_batch(SMALL, MICROBATCHES * 2, device)
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    found: dict[str, dict[str, Any]] = {}
+    cases = [("zb-h2", "eager"), ("zb-h2", "cudagraph"), ("1f1b", "cudagraph")]
+    cases += [("zb-v", "cudagraph")] if dist.get_world_size() > 1 else []
+    for schedule, backend in cases:
+        pipe = compiled(model, batch, MICROBATCHES, schedule=schedule, backend=backend)
+        for (max_norm, fused), sync in product(((1e-2, True), (1.0, True), (1e3, True), (1.0, False)), (True, False)):
+            model.load_state_dict(first)
+            found[f"{schedule} {backend} {max_norm} {fused} {sync}"] = validated(pipe, batch, max_norm, fused, sync)
+    return found
+
+
+def validated(
+    pipe: zbfx.Pipeline, batch: tuple[Tensor, Tensor], max_norm: float, fused: bool, sync: bool
+) -> dict[str, Any]:
+    """Eight steps; the gradients of the sixth are spoilt on the last rank of the pipeline."""
+    step = pipe.bind()
+    for parameter in step.parameters():
+        parameter.grad = None
+    inner = torch.optim.AdamW(step.parameters(), lr=1e-3, fused=fused)
+    post = zbfx.optim.PostValidated(inner, step, max_norm=max_norm, sync=sync)
+    losses = []
+    for count in range(8):
+        losses.append(step(*batch))
+        if count == 5 and dist.get_rank() == dist.get_world_size() - 1:
+            next(p.grad for p in step.parameters() if p.grad is not None).fill_(torch.inf)
+        post.step()
+        post.zero_grad()
+    post.settle()
+    parameters = {name: p.detach().cpu() for name, p in step.named_parameters()}
+    return {"losses": torch.stack(losses).cpu(), "parameters": parameters, "counts": asdict(post.counts)}
+
+
+SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
+    "equal": equal,
+    "steady": steady,
+    "alone": alone,
+    "optimizer": optimizer,
+}
 
 
 def main(scenario: str, folder: str) -> None:

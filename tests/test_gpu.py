@@ -66,6 +66,23 @@ def test_two_hundred_steps_of_each_backend(tmp_path: Path) -> None:
             assert found["slow"] == 0, (backend, found)
 
 
+@two_gpus
+def test_optimizer_steps_without_a_barrier(tmp_path: Path) -> None:
+    """Equal in bits to those with one, on every backend, decided by the process and by the device."""
+    for rank in launch(2, "optimizer", tmp_path):
+        for case, found in rank.items():
+            setting, _, sync = case.rpartition(" ")
+            if sync == "True":
+                continue
+            expected = rank[f"{setting} True"]
+            assert torch.equal(found["losses"], expected["losses"]), case
+            for name, value in found["parameters"].items():
+                assert torch.equal(value, expected["parameters"][name]), (case, name)
+            assert found["counts"]["skipped"] == 1, case
+            assert found["counts"]["clipped"] == expected["counts"]["clipped"], case
+            assert found["counts"]["repeated"] >= expected["counts"]["clipped"], case
+
+
 def test_one_gpu(tmp_path: Path) -> None:
     (rank,) = launch(1, "alone", tmp_path)
     for case, values in rank.items():
