@@ -24,6 +24,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -46,6 +47,7 @@ from benchmarks.stages import CONFIGS, batch, fill
 from benchmarks.throughput import describe, words
 from benchmarks.world import World, time_limit
 from zbfx.optim import PostValidated
+from zbfx.optim.post_validated import Counts
 from zbfx.optim.state import Act, Layout, Rules, Verdict
 
 
@@ -109,8 +111,15 @@ class WrongEvery(Rules):
         return replace(verdict, factor=0.5) if self.is_wrong() else verdict
 
 
-def always_steps(rank: int, partial: Verdict) -> Act:
-    return Act.STEPPED
+def is_every(k: int, counts: Counts) -> bool:
+    return counts.steps % k == k - 1
+
+
+class Hasty(PostValidated):
+    """Every rank steps early, whatever it knows."""
+
+    def early_act(self, rank: int, partial: Verdict) -> Act:
+        return Act.STEPPED
 
 
 class Training:
@@ -128,11 +137,11 @@ class Training:
         self.every = int(mode.partition("@")[2] or 0)
         if mode == "plain":
             return
-        post = PostValidated(inner, self.step, max_norm=1e9, rollback=rollback, sync=mode == "barrier")
+        kind = Hasty if self.every else PostValidated
+        post = kind(inner, self.step, max_norm=1e9, rollback=rollback, sync=mode == "barrier")
         self.optimizer = post
         if self.every:
-            post.rules = WrongEvery(1e9, True, lambda: post.counts.steps % self.every == self.every - 1)
-            post.early_act = always_steps  # type: ignore[method-assign]
+            post.rules = WrongEvery(1e9, True, partial(is_every, self.every, post.counts))
 
     def run(self, steps: int) -> Tensor:
         for _ in range(steps):
@@ -165,7 +174,7 @@ class Benchmark:
         for schedule, backend in product(self.options.schedules, self.options.backends):
             case = Case("zbfx", self.options.config, self.options.b, self.options.m, schedule, backend, "auto")
             try:
-                pipe = self.together(lambda case=case: self.compiled(case))
+                pipe = self.together(partial(self.compiled, case))
             except Failed as failure:
                 self.write(case, "compile", error=str(failure))
                 continue
@@ -179,7 +188,7 @@ class Benchmark:
             self.write(case, mode, error=f"not run: more than {self.options.budget_s:g} s had passed")
             return
         try:
-            results = self.together(lambda: self.trained(case, mode, pipe))
+            results = self.together(partial(self.trained, case, mode, pipe))
         except Failed as failure:
             self.write(case, mode, error=str(failure))
             return
