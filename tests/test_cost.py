@@ -23,6 +23,8 @@ def test_every_phase_of_a_linear_stack_counts_its_products() -> None:
         loss_fn=lambda output: output.sum(),
         schedule="zb-h1",
     )
-    only_products = Hardware(flops_per_s=1.0, bytes_per_s=1e30, launch_s=0.0, link_bytes_per_s=1e30, link_latency_s=0.0)
+    only_products = Hardware(
+        flops_per_s=1.0, bytes_per_s=1e30, launch_s=0.0, link_bytes_per_s=1e30, link_latency_s=0.0, beside=1.0
+    )
     middle = estimate(pipe.stages, range(LAYERS), only_products).stages[1]
     assert [middle.seconds(kind) for kind in (Kind.F, Kind.B, Kind.W)] == [2 * BATCH * WIDTH * WIDTH] * 3

@@ -3,32 +3,57 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import zbfx
-from tests.models import Problem, gpt, gpt2, numbers, squares, unet_batch_norm
+from tests.models import Maker, Problem, gpt, gpt2, numbers, squares, unet_batch_norm
 from tests.reference import assert_same, compiled, stepped
-from zbfx.plan import Kind
+from zbfx.codegen import generate
+from zbfx.plan import CostTable, Kind
+from zbfx.schedule.beside import run_beside
 
-ORDERS = ["F0.0 F0.1 F0.2 B0.0 W0.0 B0.1 W0.1 B0.2 W0.2", "F1.0 B1.0 W1.0 F1.1 B1.1 W1.1 F1.2 B1.2 W1.2"]
+ORDERS = ["F0.0 F0.1 F0.2 B0.0 W0.0 B0.1 W0.1 B0.2 W0.2", "F1.0 B1.0 F1.1 W1.0 B1.1 F1.2 W1.1 B1.2 W1.2"]
 
 
-@pytest.mark.parametrize("maker", [gpt, gpt2, unet_batch_norm])
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
-def test_equal_in_bits_to_one_after_the_other(maker: object, schedule: str) -> None:
-    problem = maker(6)  # type: ignore[operator]
-    plain = compiled(problem, 2, 6, schedule=schedule, overlap=False)
-    beside = compiled(problem, 2, 6, schedule=schedule, overlap=True)
+def costs_beside(pipe: zbfx.Pipeline) -> CostTable:
+    """The pipeline's costs on a device where half of every W disappears beside a B."""
+    stages = [replace(s, beside_s=s.backward_input_s + s.backward_weight_s / 2) for s in pipe.schedule.costs.stages]
+    return replace(pipe.schedule.costs, stages=tuple(stages))
+
+
+def beside(pipe: zbfx.Pipeline) -> zbfx.Pipeline:
+    """The pipeline with as many Ws beside Bs as would pay if they cost nothing there."""
+    free = [replace(stage, beside_s=stage.backward_input_s) for stage in pipe.schedule.costs.stages]
+    costs = replace(pipe.schedule.costs, stages=tuple(free))
+    schedule = run_beside(replace(pipe.schedule, costs=costs), frozenset(s.index for s in pipe.stages if s.runs_beside))
+    return replace(pipe, schedule=schedule, programs=generate(pipe.stages, schedule))
+
+
+@pytest.mark.parametrize(
+    ("maker", "schedule"),
+    [(gpt, "zb-h2"), (gpt, "interleaved-1f1b"), (gpt2, "interleaved-1f1b"), (unet_batch_norm, "zb-h2")],
+)
+def test_equal_in_bits_to_one_after_the_other(maker: Maker, schedule: str) -> None:
+    problem, count = maker(6), 2 if schedule == "interleaved-1f1b" else None
+    plain = compiled(problem, 2, 6, schedule=schedule, stages_per_rank=count)
+    overlapped = beside(plain)
     assert plain.schedule.beside == ()
-    assert len(beside.schedule.beside) >= 2
-    assert_same(stepped(problem, beside), stepped(problem, plain), tolerance=0)
+    assert len(overlapped.schedule.beside) >= 8
+    assert_same(stepped(problem, overlapped), stepped(problem, plain), tolerance=0)
+
+
+def ordered(**options: Any) -> zbfx.Pipeline:
+    plain = compiled(gpt(3), 2, 3, schedule=ORDERS)
+    return compiled(gpt(3), 2, 3, schedule=ORDERS, costs=costs_beside(plain), **options)
 
 
 def test_the_program_starts_a_w_before_its_b_and_joins_it_after_the_b_was_sent() -> None:
-    pipe = compiled(gpt(3), 2, 3, schedule=ORDERS, overlap=True)
+    pipe = ordered(overlap=True)
     assert [(str(w), str(b)) for w, b in pipe.schedule.beside] == [
         ("W0.0", "B0.1"),
         ("W0.1", "B0.2"),
@@ -45,7 +70,7 @@ def test_the_program_starts_a_w_before_its_b_and_joins_it_after_the_b_was_sent()
 
 
 def test_what_a_w_reads_lives_until_it_is_joined() -> None:
-    pipe = compiled(gpt(3), 2, 3, schedule=ORDERS, overlap=True)
+    pipe = ordered(overlap=True)
     nodes = list(pipe.programs[0].module.graph.nodes)
     for guest, _ in pipe.schedule.beside:
         if guest.stage != 0:
@@ -57,13 +82,20 @@ def test_what_a_w_reads_lives_until_it_is_joined() -> None:
         }
 
 
-def test_a_memory_limit_keeps_ws_apart() -> None:
-    free = compiled(gpt(3), 2, 3, schedule=ORDERS, overlap=True)
-    serial = compiled(gpt(3), 2, 3, schedule=ORDERS, overlap=False)
-    assert free.schedule.peak_bytes[1] > serial.schedule.peak_bytes[1]
-    limited = compiled(gpt(3), 2, 3, schedule=ORDERS, overlap=True, mem_limit=serial.schedule.peak_bytes)
-    assert all(guest.stage == 0 for guest, _ in limited.schedule.beside)
-    assert limited.schedule.peak_bytes == serial.schedule.peak_bytes
+def test_no_w_that_would_break_the_limit_runs_beside_another() -> None:
+    problem = gpt(6)
+    costs = costs_beside(compiled(problem, 2, 6))
+    found = {}
+    for limit in ("1x", "1.5x", "2x"):
+        free, serial = (
+            compiled(problem, 2, 6, schedule="auto", overlap=overlap, costs=costs, mem_limit=limit).schedule
+            for overlap in (True, False)
+        )
+        assert free.mem_limit is not None
+        assert all(peak <= allowed for peak, allowed in zip(free.peak_bytes, free.mem_limit, strict=True))
+        assert (free.expected_s or free.makespan_s) <= serial.makespan_s
+        found[limit] = len(free.beside)
+    assert found["1x"] < found["2x"]
 
 
 class Dropped(nn.Module):
@@ -83,7 +115,8 @@ class Dropped(nn.Module):
 
 def test_phases_that_share_what_they_write_are_kept_apart() -> None:
     problem = Problem(Dropped(), squares, (numbers(6, 4),))
-    pipe = compiled(problem, 2, 3, schedule="zb-h1", overlap=True)
+    plain = compiled(problem, 2, 3, schedule="zb-h1")
+    pipe = compiled(problem, 2, 3, schedule="zb-h1", overlap=True, costs=costs_beside(plain))
     for guest, _ in pipe.schedule.beside:
         phases = pipe.stages[guest.stage].phases
         assert not phases[Kind.W].is_random

@@ -29,6 +29,7 @@ class Hardware:
     launch_s: float
     link_bytes_per_s: float
     link_latency_s: float
+    beside: float  # of a W's time, what it adds to a B that it runs beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,8 @@ class Link:
 
 
 # Measured orders of magnitude: one core of a server CPU with gloo over loopback; an H100 with NVLink.
-CPU = Hardware(flops_per_s=5e10, bytes_per_s=1e10, launch_s=2e-6, link_bytes_per_s=2e9, link_latency_s=1e-4)
-GPU = Hardware(flops_per_s=6e14, bytes_per_s=2.5e12, launch_s=2e-6, link_bytes_per_s=1.7e11, link_latency_s=2e-5)
+CPU = Hardware(5e10, bytes_per_s=1e10, launch_s=2e-6, link_bytes_per_s=2e9, link_latency_s=1e-4, beside=1.0)
+GPU = Hardware(6e14, bytes_per_s=2.5e12, launch_s=2e-6, link_bytes_per_s=1.7e11, link_latency_s=2e-5, beside=0.9)
 
 
 def hardware_of(device: torch.device) -> Hardware:
@@ -115,6 +116,7 @@ def stage_terms(stage: Stage, hardware: Hardware) -> dict[str, Any]:
         "forward_s": phase_s(Kind.F),
         "backward_input_s": phase_s(Kind.B),
         "backward_weight_s": phase_s(Kind.W),
+        "beside_s": phase_s(Kind.B) + hardware.beside * phase_s(Kind.W),
         # B needs room for what it leaves to W: where that is more than B frees, it counts from F on.
         "saved_bytes": larger(stage.stored_bytes(stage.saved), weight_saved_bytes),
         "weight_saved_bytes": weight_saved_bytes,

@@ -50,6 +50,7 @@ from zbfx.replicas import replicated
 from zbfx.run import Tensors
 from zbfx.schedule import plan
 from zbfx.schedule.beside import run_beside
+from zbfx.schedule.registry import is_searched
 from zbfx.step import LocalStep, RankStep, StepOptions
 from zbfx.trace import canonical_names, named_tensors, trace
 from zbfx.validation import validation_of
@@ -100,8 +101,8 @@ def compile(
     device           what the pipeline runs on; None: where the model's tensors are, the CPU for a model on meta
     backend          "eager", "inductor" (compiled phases), "cudagraph" (a rank's whole step as one graph),
                      "cudagraph+inductor"
-    overlap          run Ws beside Bs of other microbatches, on a second stream, where the memory limit allows it; None:
-                     on CUDA devices
+    overlap          run Ws beside Bs of other microbatches, on a second stream, where that is quicker and the memory
+                     limit allows it; Ws of searched schedules move for it. None: on CUDA devices
     optimizer_slots  tensors of a parameter's size that the optimizer keeps for each parameter, which count as held:
                      2 for Adam, 1 for momentum
 
@@ -130,7 +131,8 @@ def compile(
     best = measure.from_first_rank(plan(table, microbatches, schedule=schedule, mem_limit=mem_limit))
     best = replace(best, notes=tuple(dict.fromkeys((*best.notes, *unsplit_notes(divided)))))
     if overlaps:
-        best = run_beside(best, frozenset(stage.index for stage in stage_graphs if stage.runs_beside))
+        apart = frozenset(stage.index for stage in stage_graphs if stage.runs_beside)
+        best = run_beside(best, apart, move=is_searched(schedule))
     programs = generate(stage_graphs, best)
     guard = Guard.of(model, loss_fn)
     return Pipeline(

@@ -28,6 +28,7 @@ from zbfx.passes.split import split
 from zbfx.plan import Action, CostTable, Kind, Schedule
 from zbfx.schedule import plan, simulate
 from zbfx.schedule.beside import run_beside
+from zbfx.schedule.registry import is_searched
 from zbfx.sizes import GuardBroken, Numbers, Place, Shapes, Sizes, changed
 from zbfx.trace import trace
 
@@ -194,7 +195,8 @@ def assembled(
 ) -> Pipeline:
     trains = schedule.name != FORWARD
     if trains and pipe.schedule.beside:
-        schedule = run_beside(schedule, frozenset(stage.index for stage in stages if stage.runs_beside))
+        apart = frozenset(stage.index for stage in stages if stage.runs_beside)
+        schedule = run_beside(schedule, apart, move=is_searched(pipe.request))
     reductions = tuple(found.whole() for found in pipe.reductions) if trains else ()
     return replace(
         pipe,

@@ -1,86 +1,134 @@
 """W beside B: on a device with two streams, the W of one microbatch fills what the B of another leaves idle.
 
 The products of a W keep a GPU's arithmetic busy where a B waits for memory, and the other way round: both together take
-less than one after the other. A W that stands a few actions before a B moves beside it. No other action starts later
-than in the plan, so the schedule keeps its proven bound; what the W reads is held until that B has ended.
+less than one after the other. A W may start once its own B has ended; here it starts with one of the next Bs of its
+rank, and what it reads is held until that B has ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from zbfx.plan import Action, CostTable, Kind, Number, Schedule, Span, parts
+from zbfx.schedule.simulate import simulate
 
-REACH = 2  # how many actions after a W its B may stand
-TRIALS = 64  # simulations that choose among the pairs
+LAGS = (1, 2, 3)  # how many Bs a W may wait for the one that it runs beside
+LARGE = 100_000  # actions times ranks, above which all ranks are arranged alike
+ROUNDING = 1e-9  # sums of the same times in another order
 
 Pairs = Mapping[Action, Action]  # each W and the B that it runs beside
 
 
-def run_beside(schedule: Schedule, stages: frozenset[int] | None = None) -> Schedule:
-    """The schedule with Ws (of `stages`, if given) beside Bs, all that fit its memory limit and do not delay it."""
-    orders = [[part for action in order for part in parts(action)] for order in schedule.ranks]
-    wanted: list[tuple[Action, Action]] = []
-    for rank, order in enumerate(orders):
-        limit = None if schedule.mem_limit is None else schedule.mem_limit[rank]
-        wanted += pairs_of(order, schedule.costs, limit, stages).items()
-    pairs = helpful(wanted, schedule.costs, orders)
+@dataclass(frozen=True)
+class Arrangement:
+    """One rank's unfused order, in which every paired W stands right before its B."""
+
+    order: tuple[Action, ...]
+    pairs: Pairs
+
+
+def run_beside(schedule: Schedule, stages: frozenset[int] | None = None, *, move: bool = True) -> Schedule:
+    """The schedule with Ws (of `stages`, if given) beside Bs, where that fits its memory limit and ends sooner.
+
+    `move` lets Ws change their place between the other actions of their rank, whose order stays; the Ws of a stage
+    stay in theirs, so gradients keep their bits. Times, peaks and bubbles of the result count actions one after the
+    other, as before; `expected_s` counts them as they run.
+    """
+    costs = schedule.costs
+    options = [list(arrangements(schedule, rank, stages, move)) for rank in range(costs.rank_count)]
+    best = soonest(costs, options)
+    pairs = {guest: host for rank in best for guest, host in rank.pairs.items()}
     if not pairs:
         return schedule
-    peaks = [float(peak_bytes(order, schedule.costs, pairs)) for order in orders]
-    note = (
-        f"{len(pairs)} of {sum(part.kind is Kind.W for order in orders for part in order)} Ws run beside a B, on a "
-        f"second stream"
-    )
+    timed = simulate(costs, schedule.microbatches, [rank.order for rank in best])
+    peaks = [float(peak_bytes(rank.order, costs, rank.pairs)) for rank in best]
+    count = sum(action.kind is Kind.W for rank in best for action in rank.order)
+    note = f"{len(pairs)} of {count} Ws run beside a B, on a second stream"
     return replace(
         schedule,
+        ranks=tuple(rank.order for rank in best),
+        spans=timed.spans,
         beside=tuple(pairs.items()),
-        expected_s=makespan_s(expected(schedule.costs, orders, pairs)),
-        peak_bytes=tuple(map(max, peaks, schedule.peak_bytes)),
+        expected_s=makespan_s(expected(costs, best)),
+        peak_bytes=tuple(map(max, peaks, timed.peak_bytes)),
         notes=(*schedule.notes, note),
     )
 
 
-def helpful(
-    wanted: Sequence[tuple[Action, Action]], costs: CostTable, orders: Sequence[Sequence[Action]]
-) -> dict[Action, Action]:
-    """The pairs without those that make the step longer: Ws that fill a wait are best left where they are.
+def arrangements(schedule: Schedule, rank: int, stages: frozenset[int] | None, move: bool) -> Iterator[Arrangement]:
+    """The rank's order as it is, and with Ws beside Bs in each way that its memory limit allows."""
+    limit = None if schedule.mem_limit is None else schedule.mem_limit[rank]
+    order = tuple(part for action in schedule.ranks[rank] for part in parts(action))
+    yield Arrangement(order, {})
+    found = [moved(order, lag, stages) for lag in LAGS] if move else [in_place(order, stages)]
+    for arrangement in found:
+        if weight_orders(arrangement.order) != weight_orders(order):
+            continue
+        if limit is None or peak_bytes(arrangement.order, schedule.costs, arrangement.pairs) <= limit:
+            yield arrangement
 
-    Pairs are tried in groups of neighbours, so that large schedules take no more trials than small ones.
-    """
+
+def in_place(order: Sequence[Action], stages: frozenset[int] | None) -> Arrangement:
+    """Every W that stands right before a B runs beside it."""
+    pairs = {
+        action: after
+        for action, after in pairwise(order)
+        if action.kind is Kind.W and after.kind is Kind.B and (stages is None or action.stage in stages)
+    }
+    return Arrangement(tuple(order), pairs)
+
+
+def moved(order: Sequence[Action], lag: int, stages: frozenset[int] | None) -> Arrangement:
+    """Every W beside the B that comes `lag` Bs after its own; the last `lag` Ws at the end."""
+    ready: deque[Action] = deque()  # Ws whose B has run
+    found: list[Action] = []
     pairs: dict[Action, Action] = {}
-    best_s = makespan_s(expected(costs, orders, pairs))
-    size = -(-len(wanted) // TRIALS)
-    for start in range(0, len(wanted), max(1, size)):
-        wider = pairs | dict(wanted[start : start + size])
-        seconds = makespan_s(expected(costs, orders, wider))
-        if seconds <= best_s:
-            pairs, best_s = wider, seconds
-    return pairs
+    for action in order:
+        if action.kind is Kind.B:
+            if len(ready) == lag:
+                found.append(ready.popleft())
+                if stages is None or found[-1].stage in stages:
+                    pairs[found[-1]] = action
+            ready.append(Action(Kind.W, action.stage, action.microbatch))
+        if action.kind is not Kind.W:
+            found.append(action)
+    return Arrangement((*found, *ready), pairs)
+
+
+def weight_orders(order: Sequence[Action]) -> dict[int, list[int]]:
+    """The microbatches of each stage's Ws, in order: that in which gradients add up."""
+    found: dict[int, list[int]] = {}
+    for action in order:
+        if action.kind is Kind.W:
+            found.setdefault(action.stage, []).append(action.microbatch)
+    return found
+
+
+def soonest(costs: CostTable, options: Sequence[Sequence[Arrangement]]) -> list[Arrangement]:
+    """One arrangement per rank: the best that all ranks have alike, then improved rank by rank."""
+
+    def seconds(choice: Sequence[Arrangement]) -> float:
+        return makespan_s(expected(costs, choice))
+
+    alike = [[rank[min(k, len(rank) - 1)] for rank in options] for k in range(max(map(len, options)))]
+    best = min(alike, key=seconds)
+    best_s = seconds(best)
+    if sum(len(rank.order) for rank in best) * len(options) > LARGE:
+        return best
+    for rank, others in enumerate(options):
+        for other in others:
+            changed = [*best[:rank], other, *best[rank + 1 :]]
+            changed_s = seconds(changed)
+            if changed_s < best_s * (1 - ROUNDING):
+                best, best_s = changed, changed_s
+    return best
 
 
 def makespan_s(spans: Sequence[Sequence[Span]]) -> float:
     return max((span.end_s for rank in spans for span in rank), default=0.0)
-
-
-def pairs_of(
-    order: Sequence[Action], costs: CostTable, limit: Number | None, stages: frozenset[int] | None
-) -> dict[Action, Action]:
-    """The Ws of one rank that run beside a B, first to last; each B takes one."""
-    pairs: dict[Action, Action] = {}
-    for index, action in enumerate(order):
-        if action.kind is not Kind.W or (stages is not None and action.stage not in stages):
-            continue
-        near = order[index + 1 : index + 1 + REACH]
-        host = next((other for other in near if other.kind is Kind.B and other not in pairs.values()), None)
-        # Gradients keep their bits: the Ws of a stage stay in their order.
-        if host is None or any((o.kind, o.stage) == (Kind.W, action.stage) for o in near[: near.index(host)]):
-            continue
-        wider = {**pairs, action: host}
-        if limit is None or peak_bytes(order, costs, wider) <= limit:
-            pairs = wider
-    return pairs
 
 
 def peak_bytes(order: Sequence[Action], costs: CostTable, pairs: Pairs) -> Number:
@@ -115,15 +163,15 @@ def shared_s(guest: Action, host: Action, costs: CostTable) -> float:
     return max(0.0, alone_s - (gain_s(guest.stage) + gain_s(host.stage)) / 2)
 
 
-def expected(costs: CostTable, orders: Sequence[Sequence[Action]], pairs: Pairs) -> tuple[tuple[Span, ...], ...]:
+def expected(costs: CostTable, ranks: Sequence[Arrangement]) -> tuple[tuple[Span, ...], ...]:
     """When every action runs, each rank's in the order of their starts. A paired W starts when its rank would start the
     B: while that still waits for its input, the W has the device to itself."""
-    guests = {host: guest for guest, host in pairs.items()}
+    guests = {host: guest for rank in ranks for guest, host in rank.pairs.items()}
     needed = {(kind, stage): sources_of(kind, stage, costs) for kind in Kind for stage in range(len(costs.stages))}
     ends: dict[Action, float] = {}
-    spans: list[list[Span]] = [[] for _ in orders]
-    queues = [[action for action in order if action not in pairs] for order in orders]
-    positions, clocks = [0] * len(orders), [0.0] * len(orders)
+    spans: list[list[Span]] = [[] for _ in ranks]
+    queues = [[action for action in rank.order if action not in rank.pairs] for rank in ranks]
+    positions, clocks = [0] * len(ranks), [0.0] * len(ranks)
     moved = True
     while moved:
         moved = False

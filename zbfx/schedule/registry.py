@@ -66,3 +66,8 @@ def register(name: str) -> Callable[[Generator], Generator]:
         return generator
 
     return add
+
+
+def is_searched(request: object) -> bool:
+    """Whether a request for a schedule leaves the order to the search."""
+    return isinstance(request, str) and request in SEARCHED
