@@ -23,6 +23,7 @@ from zbfx.passes.extract import extract
 from zbfx.passes.partition import partition
 from zbfx.passes.split import split
 from zbfx.schedule import plan
+from zbfx.schedule.beside import run_beside
 from zbfx.trace import trace
 
 Gradients = Mapping[str, Tensor | None]
@@ -89,6 +90,14 @@ def rescheduled(pipe: zbfx.Pipeline, microbatches: int, schedule: Any) -> zbfx.P
     planned = plan(pipe.schedule.costs, microbatches, schedule=schedule)
     reduction = replace(pipe.reduction, microbatches=microbatches)
     return replace(pipe, schedule=planned, programs=generate(pipe.stages, planned), reduction=reduction)
+
+
+def beside(pipe: zbfx.Pipeline) -> zbfx.Pipeline:
+    """The pipeline with as many Ws beside Bs as would pay if they cost nothing there."""
+    free = [replace(stage, beside_s=stage.backward_input_s) for stage in pipe.schedule.costs.stages]
+    costs = replace(pipe.schedule.costs, stages=tuple(free))
+    schedule = run_beside(replace(pipe.schedule, costs=costs), frozenset(s.index for s in pipe.stages if s.runs_beside))
+    return replace(pipe, schedule=schedule, programs=generate(pipe.stages, schedule))
 
 
 def stepped(problem: Problem, pipe: zbfx.Pipeline, **options: Any) -> tuple[Tensor, Gradients]:

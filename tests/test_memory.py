@@ -10,7 +10,7 @@ import torch
 import zbfx
 from tests.live_bytes import measured_peaks
 from tests.models import Maker, bert, gpt, gpt2, mlp, unet_batch_norm, unet_group_norm, vit
-from tests.reference import compiled, rescheduled
+from tests.reference import beside, compiled, rescheduled
 
 MICROBATCHES = 5
 LINEAR = ("gpipe", "1f1b", "zb-h1", "zb-h2")
@@ -38,7 +38,7 @@ def test_peak_of_every_rank_is_predicted_to_the_byte(make: Maker, schedule: str)
 
 
 def test_values_of_a_w_beside_a_b_are_held_until_it_is_joined() -> None:
-    pipe = compiled(gpt(MICROBATCHES), 2, MICROBATCHES, schedule="zb-h1", overlap=True)
+    pipe = beside(compiled(gpt(MICROBATCHES), 2, MICROBATCHES, schedule="zb-h1"))
     assert pipe.schedule.beside
     counters = measured_peaks(pipe, rows_of(gpt, pipe))
     assert [memory.highest.peak_bytes for memory in pipe.memory] == [counter.peak for counter in counters]

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 import zbfx
 from tests.models import Maker, Problem, gpt, gpt2, numbers, squares, unet_batch_norm
-from tests.reference import assert_same, compiled, stepped
-from zbfx.codegen import generate
+from tests.reference import assert_same, beside, compiled, stepped
 from zbfx.plan import CostTable, Kind
-from zbfx.schedule.beside import run_beside
 
 ORDERS = ["F0.0 F0.1 F0.2 B0.0 W0.0 B0.1 W0.1 B0.2 W0.2", "F1.0 B1.0 F1.1 W1.0 B1.1 F1.2 W1.1 B1.2 W1.2"]
 
@@ -24,14 +22,6 @@ def costs_beside(pipe: zbfx.Pipeline) -> CostTable:
     """The pipeline's costs on a device where half of every W disappears beside a B."""
     stages = [replace(s, beside_s=s.backward_input_s + s.backward_weight_s / 2) for s in pipe.schedule.costs.stages]
     return replace(pipe.schedule.costs, stages=tuple(stages))
-
-
-def beside(pipe: zbfx.Pipeline) -> zbfx.Pipeline:
-    """The pipeline with as many Ws beside Bs as would pay if they cost nothing there."""
-    free = [replace(stage, beside_s=stage.backward_input_s) for stage in pipe.schedule.costs.stages]
-    costs = replace(pipe.schedule.costs, stages=tuple(free))
-    schedule = run_beside(replace(pipe.schedule, costs=costs), frozenset(s.index for s in pipe.stages if s.runs_beside))
-    return replace(pipe, schedule=schedule, programs=generate(pipe.stages, schedule))
 
 
 @pytest.mark.parametrize(
