@@ -49,7 +49,7 @@ def ours(case: Case, place: Place, costs: str) -> Runnable:
         list(step.parameters()),
         layers=blocks_of_stages(pipe),
         planned_ms=(pipe.schedule.expected_s or pipe.schedule.makespan_s) * 1e3,
-        planned_gib=[memory.highest.peak_bytes / 2**30 for memory in pipe.memory],
+        planned_gib=[memory.peak_bytes / 2**30 for memory in pipe.memory],
         close=getattr(step, "close", lambda: None),
     )
 
