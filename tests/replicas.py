@@ -22,6 +22,7 @@ import zbfx
 from tests.models import Maker, Problem, gpt, gpt2, mlp
 from tests.reference import compiled, loss_of, relative_error
 from tests.worker import main, refusal
+from zbfx.optim import PostValidated
 
 M = 3  # microbatches of a replica
 STEPS = 20
@@ -114,9 +115,36 @@ def every_pipeline(prepared: Compiled, replicas: int, ranks: int, rank: int) -> 
     return results
 
 
+def zero(prepared: Compiled, replicas: int, ranks: int, rank: int) -> dict[str, Any]:
+    """Training in float32 with and without ZeRO-1: losses, parameters, and how many numbers the optimizer steps."""
+    mesh, results = mesh_of(replicas, ranks), {}
+    for name, (whole, pipe) in prepared.items():
+        initial = {key: value.clone() for key, value in pipe.model.state_dict().items()}
+        found = []
+        for stage in (0, 1):
+            pipe.model.load_state_dict(initial)
+            step = pipe.bind(mesh, zero=stage, seed=0)
+            losses = train(whole, part_of(step, rank // ranks, replicas), step.parameters())
+            own_part = part(whole, rank // ranks, replicas)
+            evaluated = step.evaluate(*own_part.inputs, *own_part.targets)
+            step.collect()
+            own = {n: p.detach().clone() for n, p in step.engine.runners[0].parameters.items()}
+            sizes = sum(p.numel() for p in step.parameters())
+            found.append({"losses": losses, "evaluated": evaluated.item(), "parameters": own, "size": sizes})
+        results[name] = found
+    return results
+
+
+def part_of(step: Any, replica: int, replicas: int) -> Callable[..., Tensor]:
+    """The step on this replica's part of the batches of all."""
+    return lambda *tensors: step(*(tensor.chunk(replicas)[replica] for tensor in tensors))
+
+
 def two_by_two(prepared: Compiled, rank: int) -> dict[str, Any]:
     """Training under many schedules; gradients that accumulate; then refusals, a fault last."""
-    results: dict[str, Any] = {"trained": every_pipeline(prepared, 2, 2, rank)}
+    halves = {name: pair for name, pair in prepared.items() if name.endswith("float32")}
+    prepared = {name: pair for name, pair in prepared.items() if name not in halves}
+    results: dict[str, Any] = {"trained": every_pipeline(prepared, 2, 2, rank), "zero": zero(halves, 2, 2, rank)}
     mesh, replica = mesh_of(2, 2), rank // 2
     whole = mlp(M * 2)
     pipe = compiled(part(whole, 0, 2), 2, M)
@@ -129,6 +157,10 @@ def two_by_two(prepared: Compiled, rank: int) -> dict[str, Any]:
         results["other weights"] = refusal(partial(pipe.bind, mesh))
         if rank == 2:
             weight.copy_(mlp(M).model.get_parameter("0.weight"))
+    results["zero 2"] = refusal(partial(pipe.bind, mesh, zero=2))
+    step = pipe.bind(mesh, zero=1)
+    adam = torch.optim.AdamW(step.parameters())
+    results["zero and verdicts"] = refusal(partial(PostValidated, adam, step, max_norm=1.0))
     step = pipe.bind(mesh)
     whole.model.zero_grad()
     results["accumulated"] = accumulated(whole, step, problem)
@@ -144,6 +176,17 @@ def two_by_two(prepared: Compiled, rank: int) -> dict[str, Any]:
         call.take = raise_on_purpose  # type: ignore[method-assign]
     results["fault"] = refusal(lambda: step(*problem.inputs, *problem.targets))
     return results
+
+
+def four_by_one(prepared: Compiled, halves: Compiled, rank: int) -> dict[str, Any]:
+    return {"trained": every_pipeline(prepared, 4, 1, rank), "zero": zero(halves, 4, 1, rank)}
+
+
+def in_float32(microbatches: int) -> Problem:
+    """GPT-2, whose head is tied to the embedding, in float32."""
+    problem = gpt2(microbatches)
+    problem.model.float()
+    return problem
 
 
 def raise_on_purpose(*_: Any, **__: Any) -> Any:
@@ -174,10 +217,13 @@ SCENARIOS: dict[str, Callable[[], Callable[[int], dict[str, Any]]]] = {
     "two-by-two": lambda: partial(
         two_by_two,
         pipelines(2, 2, gpt, ["gpipe", "1f1b", "zb-h1", "zb-h2", "v-min", "interleaved-1f1b"])
-        | pipelines(2, 2, gpt2, ["zb-h1", "zb-v-order"]),
+        | pipelines(2, 2, gpt2, ["zb-h1", "zb-v-order"])
+        | {f"{name} float32": pair for name, pair in pipelines(2, 2, in_float32, ["zb-h1"]).items()},
     ),
     "two-by-four": lambda: partial(every_pipeline, pipelines(2, 4, gpt2, ["zb-h1"]), 2, 4),
-    "four-by-one": lambda: partial(every_pipeline, pipelines(4, 1, gpt2, ["1f1b", "zb-h1"]), 4, 1),
+    "four-by-one": lambda: partial(
+        four_by_one, pipelines(4, 1, gpt2, ["1f1b", "zb-h1"]), pipelines(4, 1, in_float32, ["zb-h1"])
+    ),
 }
 
 

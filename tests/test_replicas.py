@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.test_processes import Results, launch, refusals
 
@@ -41,10 +42,34 @@ def test_schedules_of_replicas_agree_in_bits(two_by_two: Results) -> None:
     assert len(losses) == len(by_model) == 2
 
 
-@pytest.mark.parametrize(("world", "scenario"), [(8, "two-by-four"), (4, "four-by-one")])
-def test_other_meshes_equal_one_process(tmp_path: Path, world: int, scenario: str) -> None:
-    results = launch(world, scenario, tmp_path, set(range(world)), MODULE)
-    assert_equal_to_one_process(results, {"gpt2 zb-h1"} | ({"gpt2 1f1b"} if world == 4 else set()))
+@pytest.fixture(scope="module")
+def four_by_one(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(4, "four-by-one", tmp_path_factory.mktemp("four_by_one"), {0, 1, 2, 3}, MODULE)
+
+
+def test_four_by_one_equals_one_process(four_by_one: Results) -> None:
+    trained = {rank: found["trained"] for rank, found in four_by_one.items()}
+    assert_equal_to_one_process(trained, {"gpt2 zb-h1", "gpt2 1f1b"})
+
+
+def test_two_by_four_equals_one_process(tmp_path: Path) -> None:
+    assert_equal_to_one_process(launch(8, "two-by-four", tmp_path, set(range(8)), MODULE), {"gpt2 zb-h1"})
+
+
+@pytest.mark.parametrize("mesh", ["two_by_two", "four_by_one"])
+def test_zero_has_the_bits_of_unsharded_optimizers(mesh: str, request: pytest.FixtureRequest) -> None:
+    """In float32, with a tied parameter that two ranks hold; each replica steps its share of the elements."""
+    replicas = 2 if mesh == "two_by_two" else 4
+    for found in request.getfixturevalue(mesh).values():
+        assert len(found["zero"]) == 1
+        for whole, shards in found["zero"].values():
+            assert len(whole["losses"]) == 20
+            assert whole["losses"] == shards["losses"]
+            assert whole["evaluated"] == shards["evaluated"]
+            assert whole["parameters"].keys() == shards["parameters"].keys()
+            for name, parameter in whole["parameters"].items():
+                assert torch.equal(parameter, shards["parameters"][name]), name
+            assert whole["size"] <= shards["size"] * replicas < whole["size"] + replicas * 64
 
 
 def test_gradients_of_several_steps_add_up_after_the_reduction(two_by_two: Results) -> None:
@@ -58,6 +83,13 @@ def test_processes_that_are_no_pipeline_need_a_mesh(two_by_two: Results) -> None
     for message in refusals(two_by_two, "no mesh", "ZbfxError"):
         assert "the pipeline has 2 ranks, torch.distributed has 4" in message
         assert "DeviceMesh with the dimensions ('dp', 'pp')" in message
+
+
+def test_zero_is_refused_where_it_has_no_meaning(two_by_two: Results) -> None:
+    for message in refusals(two_by_two, "zero 2", "ZbfxError"):
+        assert message == "zero is 0, or 1 with several replicas; found 2 with 2"
+    for message in refusals(two_by_two, "zero and verdicts", "ZbfxError"):
+        assert "zero=1 leaves each replica a part of the gradients" in message, message
 
 
 def test_other_initial_weights_are_refused_by_name(two_by_two: Results) -> None:

@@ -8,6 +8,7 @@ torch.utils._pytree                 2.11.0, 2.13.0   nested inputs to flat leave
 _saved_tensors_hooks_set_tracing    2.13.0           whether saved-tensor hooks rest while tracing
 FunctionalTensor                    2.11.0, 2.13.0   tensors whose in-place writes leave what is under them alone
 _foreach_norm, _foreach_copy_       2.11.0, 2.13.0   one kernel for many tensors
+reduce_scatter_single, ...          2.13.0           public, and called reduce_scatter_tensor in 2.11.0
 torch.compiler flags                2.11.0, 2.13.0   what `torch.compiler.is_exporting()` answers
 ShapeEnv, ConstantSource            2.11.0, 2.13.0   sizes that are symbols, and what holds of them
 UntypedStorage._cdata               2.11.0, 2.13.0   the address of a storage, fake ones included
@@ -66,10 +67,12 @@ __all__ = [
     "functional",
     "group_store",
     "has_gradient_hooks",
+    "join_shards",
     "pytree",
     "same_storage",
     "shape_env",
     "size_guards",
+    "sum_shards",
     "symbolic_size",
 ]
 
@@ -118,6 +121,20 @@ def capture_joint(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphModule
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Whether hooks wait for this parameter's gradient (`register_hook`, `register_post_accumulate_grad_hook`)."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def sum_shards(shard: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to sum `whole` over a group, and to write this process's part of the sum into `shard`."""
+    start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work: dist.Work = start(shard, whole, group=group, async_op=True)
+    return work
+
+
+def join_shards(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to write each process's shard into `whole`, on all of a group."""
+    start = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work = start(whole, shard, group=group, async_op=True)
+    return work
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:

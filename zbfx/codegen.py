@@ -99,6 +99,10 @@ class GradientBucket(nn.Module):
         return self.tensor
 
 
+class ParameterBucket(GradientBucket):
+    """The flat tensor behind a bucket's parameters, bound at run time."""
+
+
 class Gradient(nn.Module):
     """The gradient of a shared parameter, bound at run time."""
 
@@ -223,7 +227,9 @@ class RankProgram:
         received, sent = by_action(self.incoming, "consumer"), by_action(self.outgoing, "producer")
         reductions = self.reductions or RankReductions(())
         calls = reductions.calls(self.order, self.stages)
-        starts = reductions.starts(calls)
+        starts, reads = reductions.starts(calls), reductions.reads(calls)
+        for bucket in (bucket for position in sorted(reads) for bucket in reads[position]):
+            self.gather(bucket)
         final: dict[Action, list[Bucket]] = defaultdict(list)  # after which action buckets are
         whole = len(self.order) - reductions.trailing  # the calls before the Ws in parts, which let nothing go
         for position, (action, phase) in enumerate(calls):
@@ -236,6 +242,8 @@ class RankProgram:
             for message in received[action]:
                 node = self.graph.call_function(comm.receive, (self.transport, message.key))
                 self.unpack(node, message.names, action.microbatch)
+            for bucket in reads.get(position, ()):
+                self.graph.call_function(comm.gathered, (self.transport, bucket.key))
             if action not in self.beside:
                 self.compute(action, phase)
             for message in sent[action]:
@@ -306,6 +314,12 @@ class RankProgram:
         name = f"gradients_{len(self.graph.find_nodes(op='call_function', target=comm.reduce))}"
         self.modules[name] = GradientBucket(bucket)
         self.graph.call_function(comm.reduce, (self.transport, bucket.key, self.graph.call_module(name)))
+
+    def gather(self, bucket: Bucket) -> None:
+        """Start to collect a bucket's parameters from the replicas."""
+        name = f"parameters_{len(self.graph.find_nodes(op='call_function', target=comm.gather))}"
+        self.modules[name] = ParameterBucket(bucket)
+        self.graph.call_function(comm.gather, (self.transport, bucket.key, self.graph.call_module(name)))
 
     def fork(self, action: Action) -> tuple[fx.Node, ...]:
         """Start a W on the second stream; returns the arguments of its join."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbfx._torch import group_store
+from zbfx._torch import group_store, join_shards, sum_shards
 from zbfx.errors import PipelineFault
 from zbfx.place import Place
 
@@ -59,6 +59,10 @@ class Transport(Protocol):
 
     def reduced(self, key: str) -> None: ...
 
+    def gather(self, key: str, parameters: Tensor) -> None: ...
+
+    def gathered(self, key: str) -> None: ...
+
     def finish(self) -> None: ...
 
     def drop(self) -> None: ...
@@ -96,6 +100,16 @@ def reduce(transport: Transport, key: str, gradients: Tensor) -> None:
 def reduced(transport: Transport, key: str) -> None:
     """Wait until a sum over the replicas is there."""
     transport.reduced(key)
+
+
+def gather(transport: Transport, key: str, parameters: Tensor) -> None:
+    """Start to collect the replicas' shards of a flat tensor of parameters, in place."""
+    transport.gather(key, parameters)
+
+
+def gathered(transport: Transport, key: str) -> None:
+    """Wait until all shards are there."""
+    transport.gathered(key)
 
 
 def laid_out(value: Tensor, layout: TensorLayout | TensorSpec) -> Tensor:
@@ -148,6 +162,12 @@ class LocalTransport:
         """Nothing to do: one process runs one replica."""
 
     def reduced(self, key: str) -> None:
+        """Nothing to do."""
+
+    def gather(self, key: str, parameters: Tensor) -> None:
+        """Nothing to do."""
+
+    def gathered(self, key: str) -> None:
         """Nothing to do."""
 
     def finish(self) -> None:
@@ -251,6 +271,20 @@ class Channels:
         assert work is not None, "this process is a member"
         return work
 
+    def shard(self, flat: Tensor) -> Tensor:
+        """This replica's part of a flat tensor."""
+        return flat.chunk(len(self.place.replicas))[self.place.replica]
+
+    def sum_shards(self, flat: Tensor) -> dist.Work:
+        """Start to sum a flat tensor over the replicas; only this one's part of it is then the sum."""
+        assert self.peers is not None, "shards need replicas"
+        return sum_shards(self.shard(flat), flat, self.peers)
+
+    def join_shards(self, flat: Tensor) -> dist.Work:
+        """Start to collect each replica's part of a flat tensor from it."""
+        assert self.peers is not None, "shards need replicas"
+        return join_shards(flat, self.shard(flat), self.peers)
+
     def from_replicas(self, value: Tensor) -> Tensor:
         """This rank's value in every replica, stacked along a new first dimension."""
         values = [torch.empty_like(value) for _ in self.place.replicas]
@@ -340,6 +374,8 @@ class GroupTransport:
     posted: dict[str, tuple[list[dist.Work], tuple[Tensor, ...]]] = field(default_factory=dict)
     sent: dict[str, list[tuple[dist.Work, Tensor]]] = field(default_factory=dict)
     reducing: dict[str, dist.Work] = field(default_factory=dict)
+    gathering: dict[str, dist.Work] = field(default_factory=dict)
+    sharded: Collection[str] = ()  # the buckets of which each replica needs a part of the sum alone
 
     @property
     def name(self) -> str:
@@ -378,10 +414,17 @@ class GroupTransport:
             self.wait(work, f"message {key} to rank {self.messages[key].target}")
 
     def reduce(self, key: str, gradients: Tensor) -> None:
-        self.reducing[key] = self.channels.sum_over_replicas(gradients)
+        start = self.channels.sum_shards if key in self.sharded else self.channels.sum_over_replicas
+        self.reducing[key] = start(gradients)
 
     def reduced(self, key: str) -> None:
         self.wait(self.reducing.pop(key), f"the sum of {key} over the replicas, of which one")
+
+    def gather(self, key: str, parameters: Tensor) -> None:
+        self.gathering[key] = self.channels.join_shards(parameters)
+
+    def gathered(self, key: str) -> None:
+        self.wait(self.gathering.pop(key), f"the replicas' shards of {key}, of which one")
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
@@ -411,3 +454,4 @@ class GroupTransport:
         self.posted.clear()
         self.sent.clear()
         self.reducing.clear()
+        self.gathering.clear()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zbfx import comm, rng
+from zbfx.reductions import RankReductions
 from zbfx.run import RankRunner, Tensors
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ class Engine:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of these ranks under the model's names, in its order."""
+        """The parameters of these ranks under the model's names, in its order; with ZeRO-1 this replica's shards."""
+        if self.runners[0].shards is not None:
+            return self.runners[0].shards.parameters
         found = {name for runner in self.runners for name in runner.parameters}
         named = self.runners[0].tensors.named
         return {name: t for name, t in named.items() if name in found and isinstance(t, nn.Parameter)}
@@ -126,7 +129,9 @@ def local_engine(pipe: Pipeline, tensors: Tensors) -> Engine:
 def rank_engine(pipe: Pipeline, tensors: Tensors, channels: comm.Channels) -> Engine:
     """One rank, whose messages go over `channels` (opened by whoever calls this on every rank)."""
     program = pipe.programs[channels.place.rank]
-    transport = comm.GroupTransport(program.messages, channels)
+    reductions = pipe.reductions[program.rank] if pipe.reductions else RankReductions(())
+    sharded = {bucket.key for bucket in reductions.shards if not bucket.shared}
+    transport = comm.GroupTransport(program.messages, channels, sharded=sharded)
     adds = {gradient.name for gradient in pipe.shared_gradients}
     return Engine.of(pipe, [RankRunner(program, tensors, transport, adds)], channels)
 

@@ -1,4 +1,4 @@
-"""The gradients of one step in flat tensors, one a bucket, and what becomes of `.grad`.
+"""The gradients of one step in flat tensors, one a bucket, and what becomes of `.grad`; with ZeRO-1 the parameters too.
 
 A step sums its own gradients from zero, for only those may be summed over the replicas: what `.grad` held before is
 added at the end. Where it held nothing, `.grad` is a view of the flat tensor: no memory and no copy.
@@ -9,45 +9,76 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zbfx.reductions import Bucket
 
 
-class FlatGradients:
-    """The flat tensors of a rank's buckets. `views` are the gradients in them, by parameter."""
+def flattened(bucket: Bucket, device: torch.device, replicas: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
+    """A flat tensor for a bucket, zeros as far as a multiple of the replicas, and the views of its entries."""
+    padded = -(-bucket.size // replicas) * replicas
+    flat = torch.zeros(padded, dtype=bucket.dtype, device=device)
+    portions = zip(bucket.names, bucket.layouts, flat[: bucket.size].split(bucket.sizes), strict=True)
+    return flat, {name: portion.as_strided(layout.shape, layout.stride) for name, layout, portion in portions}
 
-    def __init__(self, buckets: Sequence[Bucket], named: Mapping[str, Tensor]) -> None:
-        self.named = {name: named[name] for bucket in buckets for name in bucket.names}
+
+class Shards:
+    """ZeRO-1: this replica's share of the parameters of each bucket, as one flat parameter that an optimizer steps.
+
+    The model's parameters become views of flat tensors, `flat` by bucket, of which a shard is a contiguous part.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], named: Mapping[str, Tensor], replica: int, replicas: int) -> None:
+        self.replica, self.replicas = replica, replicas
+        self.flat: dict[str, Tensor] = {}
+        self.parameters: dict[str, nn.Parameter] = {}  # by bucket
+        for bucket in buckets:
+            flat, views = flattened(bucket, named[bucket.names[0]].device, replicas)
+            for name, view in views.items():
+                view.copy_(named[name].detach())
+                named[name].data = view
+            self.flat[bucket.key] = flat
+            self.parameters[bucket.key] = nn.Parameter(self.own(flat))
+
+    def own(self, flat: Tensor) -> Tensor:
+        """This replica's part of a flat tensor."""
+        return flat.chunk(self.replicas)[self.replica]
+
+
+class FlatGradients:
+    """The flat tensors of a rank's buckets. `views` are the gradients in them, by parameter; `results` are the tensors
+    that end up in `.grad` of `owners`: the views, or with ZeRO-1 this replica's share of each flat tensor."""
+
+    def __init__(self, buckets: Sequence[Bucket], named: Mapping[str, Tensor], shards: Shards | None = None) -> None:
         self.flat: dict[str, Tensor] = {}
         self.views: dict[str, Tensor] = {}
         for bucket in buckets:
-            device = self.named[bucket.names[0]].device
-            flat = self.flat[bucket.key] = torch.zeros(bucket.size, dtype=bucket.dtype, device=device)
-            portions = flat.split(bucket.sizes)
-            for name, layout, portion in zip(bucket.names, bucket.layouts, portions, strict=True):
-                self.views[name] = portion.as_strided(layout.shape, layout.stride)
+            device = named[bucket.names[0]].device
+            self.flat[bucket.key], views = flattened(bucket, device, shards.replicas if shards else 1)
+            self.views |= views
+        self.owners: Mapping[str, Tensor] = shards.parameters if shards else {name: named[name] for name in self.views}
+        self.results = {key: shards.own(flat) for key, flat in self.flat.items()} if shards else self.views
         self.before: dict[str, Tensor] = {}
 
     def start(self) -> None:
         """Zero all sums; `.grad` is a view of them, unless it is a tensor of the user's."""
         self.before = {
-            name: parameter.grad.clone() if parameter.grad is self.views[name] else parameter.grad
-            for name, parameter in self.named.items()
-            if parameter.grad is not None
+            name: owner.grad.clone() if owner.grad is self.results[name] else owner.grad
+            for name, owner in self.owners.items()
+            if owner.grad is not None
         }
         for flat in self.flat.values():
             flat.zero_()
-        for name, parameter in self.named.items():
-            if parameter.grad is None:
-                parameter.grad = self.views[name]
+        for name, owner in self.owners.items():
+            if owner.grad is None:
+                owner.grad = self.results[name]
 
     def finish(self) -> None:
         """After the last reduction: add what `.grad` held before the step."""
         for name, before in self.before.items():
-            own, view = self.named[name].grad, self.views[name]
-            if own is view:
-                view.copy_(before.add_(view))
+            own, result = self.owners[name].grad, self.results[name]
+            if own is result:
+                result.copy_(before.add_(result))
             else:
-                before.add_(view)
+                before.add_(result)
         self.before = {}

@@ -147,7 +147,7 @@ class Walk:
             self.hold(self.sent[key])
         elif node.target is comm.release:
             self.drop(self.sent.pop(key))
-        elif node.target in (comm.reduce, comm.reduced, streams.join):
+        elif node.target in (comm.reduce, comm.reduced, comm.gather, comm.gathered, streams.join):
             return None  # in place, on gradients; what a call on another stream reads is held until here
         else:
             assert node.target is operator.getitem, f"no rule for the memory of {node.format_node()}"

@@ -34,6 +34,7 @@ from zbfx.boxed import emptying
 from zbfx.codegen import Program, generate
 from zbfx.engine import local_engine, message_pairs, rank_engine
 from zbfx.errors import ZbfxError
+from zbfx.flat import Shards
 from zbfx.graphs import Joint, Stage
 from zbfx.guard import Guard
 from zbfx.loss import Reduction, separate_count
@@ -46,7 +47,7 @@ from zbfx.passes.split import split, unsplit_notes
 from zbfx.place import find_place
 from zbfx.plan import CostTable, Schedule
 from zbfx.reductions import RankReductions
-from zbfx.replicas import replicated
+from zbfx.replicas import replicated, sharded
 from zbfx.run import Tensors
 from zbfx.schedule import plan
 from zbfx.schedule.beside import run_beside
@@ -242,6 +243,7 @@ class Pipeline:
         seed: int | None = None,
         on_nonfinite: str = "keep",
         on_new_shape: str = "refuse",
+        zero: int = 0,
     ) -> RankStep:
         """This process's part of the pipeline, over torch.distributed (call `init_process_group` first).
 
@@ -256,6 +258,10 @@ class Pipeline:
         follow rank 0's `torch.manual_seed`. `on_nonfinite` (one verdict for all ranks) and `on_new_shape` as in
         `run_local`.
 
+        `zero=1` (ZeRO-1) leaves each replica the optimizer's state of a part of the parameters: `step.parameters()` are
+        flat shards then, for an optimizer that works element by element, and the model's own parameters have their new
+        values once the next step, or `step.collect()`, has collected them.
+
         Raises `ZbfxError` if torch.distributed is not initialised, has another number of ranks, or if plans or the
         values of replicas differ.
         """
@@ -267,8 +273,11 @@ class Pipeline:
             raise ZbfxError(
                 "this pipeline sums gradients over replicas; found one replica. Bind it to a mesh with more"
             )
+        if zero not in (0, 1) or (zero and replicas == 1):
+            raise ZbfxError(f"zero is 0, or 1 with several replicas; found {zero!r} with {replicas}")
         link = measure.measured_link(channels) if self.measured and replicas > 1 else None
-        return replicated(self, replicas, link).bind_to(channels, options)
+        pipe = replicated(self, replicas, link)
+        return (sharded(pipe) if zero else pipe).bind_to(channels, options)
 
     def bind_to(self, channels: comm.Channels, options: StepOptions) -> RankStep:
         """`bind`, once it is known where this process stands. Collective over all processes."""
@@ -284,6 +293,9 @@ class Pipeline:
                 channels.copy(tensors.named[name].detach(), first, other)
         if len(place.replicas) > 1:
             refuse_other_values(channels, {name: tensors.named[name] for name in sorted(runner.tensor_names)})
+        if self.reductions and self.reductions[place.rank].shards:
+            buckets = self.reductions[place.rank].shards
+            runner.shards = Shards(buckets, tensors.named, place.replica, len(place.replicas))
         options = replace(options, seed=int(channels.gather(options.seed)[0]))
         if "inductor" in self.backend:
             compiled = phase_compiler(self.backend)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -45,16 +45,35 @@ class Bucket:
 class RankReductions:
     """The buckets of one rank. The last `trailing` Ws of its order run in pieces, one bucket after the other, in the
     order of `buckets`; `pieces[stage]` are the parts of the stage's W that make the gradients of each bucket.
+    `shards`: the buckets whose parameters are collected from the replicas as the program begins (ZeRO-1).
     `exposed_s`: how much later than without replicas the rank is done, as planned."""
 
     buckets: tuple[Bucket, ...]
     trailing: int = 0
     pieces: Mapping[int, Mapping[str, Phase]] = field(default_factory=dict)
+    shards: tuple[Bucket, ...] = ()
     exposed_s: float = 0.0
 
     def whole(self) -> RankReductions:
         """The same buckets, with no W in pieces."""
-        return RankReductions(self.buckets)
+        return RankReductions(self.buckets, shards=self.shards)
+
+    def forward(self) -> RankReductions:
+        """For the forward alone: nothing to sum."""
+        return RankReductions((), shards=self.shards)
+
+    def sharded(self) -> RankReductions:
+        """The same with ZeRO-1."""
+        return replace(self, shards=self.buckets)
+
+    def reads(self, calls: Sequence[tuple[Action, Phase]]) -> dict[int, list[Bucket]]:
+        """Before which call each bucket of shards must be there."""
+        found: dict[int, list[Bucket]] = defaultdict(list)
+        for bucket in self.shards:
+            names = set(bucket.names)
+            first = next((k for k, (_, phase) in enumerate(calls) if names & set(phase.parameters)), 0)
+            found[first].append(bucket)
+        return found
 
     def calls(self, order: Sequence[Action], stages: Sequence[Stage]) -> list[tuple[Action, Phase]]:
         """The phases that the rank runs, for its unfused order."""

@@ -47,6 +47,12 @@ def replicated(pipe: Pipeline, replicas: int, link: Link | None = None, *, clust
     return replace(pipe, schedule=schedule, reductions=reductions, exposed_s=exposed_s, programs=programs)
 
 
+def sharded(pipe: Pipeline) -> Pipeline:
+    """A replicated pipeline with ZeRO-1: programs begin by collecting the parameters from the replicas."""
+    reductions = tuple(found.sharded() for found in pipe.reductions)
+    return replace(pipe, reductions=reductions, programs=generate(pipe.stages, pipe.schedule, reductions))
+
+
 def best_plan(
     pipe: Pipeline, rank: int, sum_s: Callable[[int], float], cluster: bool
 ) -> tuple[RankReductions, Tail, Tail]:
@@ -71,7 +77,7 @@ def best_plan(
     ordered = tuple(buckets[index] for index in tail.sequence)
     pieces = {stage.index: pieces_of(stage, ordered) for stage in stages} if tail.ending.trailing else {}
     exposed_s = max(0.0, tail.reduced_s - ways[0].end_s)
-    return RankReductions(ordered, tail.ending.trailing, pieces, exposed_s), tail, whole
+    return RankReductions(ordered, tail.ending.trailing, pieces, exposed_s=exposed_s), tail, whole
 
 
 @dataclass(frozen=True)

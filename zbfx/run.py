@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from zbfx import comm
-from zbfx.codegen import AddToGradient, Gradient, GradientBucket, PartialSum, PhaseCall, Program
+from zbfx.codegen import AddToGradient, Gradient, GradientBucket, ParameterBucket, PartialSum, PhaseCall, Program
 from zbfx.errors import PipelineFault
-from zbfx.flat import FlatGradients
+from zbfx.flat import FlatGradients, Shards
 from zbfx.graphs import Role
 from zbfx.plan import Action, Kind
 from zbfx.relays import Bound
@@ -63,8 +63,10 @@ class RankRunner:
         self.sums = [m for m in modules if isinstance(m, PartialSum)]
         self.additions = [m for m in modules if isinstance(m, AddToGradient)]
         self.totals = [m for m in modules if isinstance(m, Gradient)]
-        self.buckets = [m for m in modules if isinstance(m, GradientBucket)]
+        self.buckets = [m for m in modules if type(m) is GradientBucket]
+        self.collected = [m for m in modules if isinstance(m, ParameterBucket)]
         self.flat: FlatGradients | None = None  # where gradients are summed over replicas
+        self.shards: Shards | None = None  # of parameters (ZeRO-1)
         self.besides = [m for m in modules if isinstance(m, Beside)]
         self.nodes = list(program.module.graph.nodes)
         self.dying = dying_values(self.nodes)
@@ -81,6 +83,7 @@ class RankRunner:
         for call in self.calls:
             call.run = runs[call.phase.name]
         self.keep_gradients, self.kept = other.keep_gradients, other.kept
+        self.flat, self.shards = other.flat, other.shards
 
     def bound(self, name: str) -> Bound:
         """The node's module that runs a function bound at run time."""
@@ -117,6 +120,9 @@ class RankRunner:
             stream = torch.cuda.Stream(loss_gradient.device)
             for beside in self.besides:
                 beside.stream = stream
+        for module in self.collected:
+            assert self.shards is not None, "made as the pipeline was bound"
+            module.tensor = self.shards.flat[module.bucket.key]
         for call in self.calls:
             call.ports = [self.port_tensor(port.role, port.name, loss_gradient) for port in call.phase.ports]
         if self.pending is None:  # else the gradients of the last step are needed until its verdict
@@ -155,7 +161,7 @@ class RankRunner:
         if self.flat is None:
             # Ranks of one process share the tensors: one of them holds a shared gradient.
             own = [b for b in self.program.buckets if not b.shared or b.key in self.adds]
-            self.flat = FlatGradients(own, self.tensors.named)
+            self.flat = FlatGradients(own, self.tensors.named, self.shards)
         for module in self.buckets:
             module.tensor = self.flat.flat[module.bucket.key]
         return self.flat

@@ -311,7 +311,8 @@ class RankStep(Step):
     def build(self, pipe: Pipeline) -> Engine:
         self.channels.open(message_pairs(pipe))
         engine = rank_engine(pipe, self.tensors, self.channels)
-        engine.runners[0].flat = self.engine.runners[0].flat  # one set of flat gradients for all shapes
+        runner, first = engine.runners[0], self.engine.runners[0]
+        runner.flat, runner.shards = first.flat, first.shards  # one set of flat tensors for all shapes
         return engine
 
     def run(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -355,6 +356,13 @@ class RankStep(Step):
         own = problems(self.channels.name, self.losses, engine.parameters)
         everywhere: list[Any] = self.channels.gather(own)
         return sorted((found for rank in everywhere for found in rank), key=lambda text: "gradient" in text)
+
+    def collect(self) -> None:
+        """With ZeRO-1: give the model's parameters their values after the optimizer's step, on all ranks together. The
+        next step does it by itself."""
+        shards = self.engine.runners[0].shards
+        if shards is not None:
+            self.guarded(lambda: [self.channels.join_shards(flat).wait() for flat in shards.flat.values()])
 
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
         """Run one step (its gradients count) and return the measured timeline of all ranks, on every rank."""

@@ -197,7 +197,7 @@ def assembled(
     if trains and pipe.schedule.beside:
         apart = frozenset(stage.index for stage in stages if stage.runs_beside)
         schedule = run_beside(schedule, apart, move=is_searched(pipe.request))
-    reductions = tuple(found.whole() for found in pipe.reductions) if trains else ()
+    reductions = tuple(found.whole() if trains else found.forward() for found in pipe.reductions)
     return replace(
         pipe,
         signature=signature,

@@ -332,6 +332,11 @@ def checked_optimizer(optimizer: torch.optim.Optimizer, step: Step) -> torch.opt
             f"the second argument is the step whose parameters are optimized, from pipe.bind() or pipe.run_local(); "
             f"found {type(step).__name__}"
         )
+    if any(runner.shards is not None for runner in step.engine.runners):
+        raise ZbfxError(
+            "zero=1 leaves each replica a part of the gradients, of which no norm is known; use the optimizer itself, "
+            "or bind without zero"
+        )
     known = {id(tensor) for tensor in step.engine.pipe.tensors().named.values()}
     strange = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
     if strange:
