@@ -115,9 +115,11 @@ def endings(schedule: Schedule, rank: int) -> list[Ending]:
     Ws that run beside a B stay there, and so do all of a rank that has such."""
     timed = unfused_spans(schedule, rank)
     order = [action for action, _, _ in timed]
-    free = next((k for k, action in enumerate(reversed(order)) if action.kind is not Kind.W), len(order))
+    guests = dict(schedule.beside)
+    stay = (k for k, action in enumerate(reversed(order)) if action.kind is not Kind.W or action in guests)
+    free = next(stay, len(order))
     found = [ending(timed, trailing) for trailing in range(free + 1)]
-    if any(guest in order for guest, _ in schedule.beside):
+    if any(action in guests for action in order):
         return found
     weights = sum(action.kind is Kind.W for action in order)
     arrival = arrivals(schedule, rank)
