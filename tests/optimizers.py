@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.models import Problem, gpt2, mlp
 from tests.reference import compiled
@@ -19,6 +20,20 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, dampening=0.1, weight_decay=0.1),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, maximize=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "no momentum": lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.0, 0.9)),
+}
+INVERTIBLE = [name for name in OPTIMIZERS if name not in ("amsgrad", "no momentum")]
 
 
 @dataclass(frozen=True)
@@ -39,16 +54,18 @@ def train(
     make: Make = adamw,
     *,
     scheduled: bool = False,
+    rolled: bool = True,
     prepare: Callable[[PostValidated], None] = lambda optimizer: None,
     **options: Any,
 ) -> Result:
-    """`scheduled`: with a learning rate that changes after every step."""
+    """`scheduled`: with a learning rate that changes after every step; `rolled`: and a batch that does."""
     optimizer = PostValidated(make(step.parameters()), step, **options)
     prepare(optimizer)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if scheduled else None
     losses, norms = [], []
     for count in range(steps):
-        inputs, targets = (tuple(t.roll(count, 0) for t in group) for group in (problem.inputs, problem.targets))
+        by = count if rolled else 0
+        inputs, targets = (tuple(t.roll(by, 0) for t in group) for group in (problem.inputs, problem.targets))
         losses.append(step(*inputs, *targets).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -88,6 +105,24 @@ def optimizer_ranks(rank: int) -> dict[str, Any]:
     alone = gpt2(4)
     results["tied local"] = asdict(train(alone, compiled(alone, world, 4).run_local(), 4, max_norm=0.5, sync=True))
     results["nan"] = not_finite(world)
+    return results
+
+
+def replicated_ranks(rank: int) -> dict[str, Any]:
+    """Two replicas of two ranks, each with its part of the batch, and one process with all of it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    results: dict[str, Any] = {}
+    for max_norm in (0.1, 10.0):
+        for sync in (True, False):
+            problem = mlp(6)
+            rows = problem.inputs[0].shape[0] // 2
+            half = slice(rank // 2 * rows, (rank // 2 + 1) * rows)
+            part = replace(problem, inputs=(problem.inputs[0][half],), targets=(problem.targets[0][half],))
+            step = compiled(part, 2, 3).bind(mesh)
+            results[f"{max_norm} {sync}"] = asdict(train(part, step, 6, max_norm=max_norm, sync=sync, rolled=False))
+        whole = mlp(6)
+        alone = train(whole, compiled(whole, 2, 6).run_local(), 6, max_norm=max_norm, sync=True, rolled=False)
+        results[f"{max_norm} alone"] = asdict(alone)
     return results
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import zbfx
 from tests.models import Problem, gpt, gpt2, mlp, numbers
-from tests.optimizers import optimizer_ranks
+from tests.optimizers import optimizer_ranks, replicated_ranks
 from tests.reference import compiled, reference, rescheduled
 
 LIMIT_S = 100  # for all ranks to end
@@ -208,6 +208,7 @@ SCENARIOS: dict[str, Scenario] = {
     "four-ranks": four_ranks,
     "three-ranks": three_ranks,
     "optimizer": optimizer_ranks,
+    "optimizer-replicas": replicated_ranks,
 }
 
 

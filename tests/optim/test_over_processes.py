@@ -3,6 +3,7 @@ launch of two processes and one of four, see tests/optimizers.py)."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,3 +46,16 @@ def test_all_ranks_skip_and_name_stage_and_microbatch(ranks: Results) -> None:
         assert found["kept"]
         assert found["later"] == ranks[0]["nan"]["later"] < 2.0
         assert (found["counts"]["steps"], found["counts"]["skipped"]) == (3, 1)
+
+
+def test_replicas_come_to_the_same_verdict(tmp_path: Path) -> None:
+    """Two of two ranks, against one process with the batches of both."""
+    ranks = launch(4, "optimizer-replicas", tmp_path, {0, 1, 2, 3})
+    for rank, results in ranks.items():
+        for max_norm in ("0.1", "10.0"):
+            found, alone = results[f"{max_norm} False"], results[f"{max_norm} alone"]
+            assert_equal(found, results[f"{max_norm} True"])
+            assert_equal(found, ranks[(rank + 2) % 4][f"{max_norm} False"])
+            assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+            assert found["norms"] == pytest.approx(alone["norms"][: len(found["norms"])], rel=1e-5)
+            assert found["counts"]["repeated"] == (6 if max_norm == "0.1" else 0)

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import zbfx
 from tests.models import Problem, gpt2, mean_squares, mlp, numbers, unet_batch_norm
-from tests.optimizers import Make, Result, adamw, same_bits, train
+from tests.optimizers import INVERTIBLE, OPTIMIZERS, Result, adamw, same_bits, train
 from tests.reference import compiled, cut, default_dtype, loss_of
 from zbfx import rng
 from zbfx.codegen import PhaseCall, generate
@@ -22,19 +22,6 @@ from zbfx.optim import PostValidated
 from zbfx.optim.state import Act
 
 BLOCKS, WIDTH, MICROBATCHES = 4, 6, 3
-
-OPTIMIZERS: dict[str, Make] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, dampening=0.1, weight_decay=0.1),
-    "nesterov": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
-    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, maximize=True),
-    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
-    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
-    "no momentum": lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.0, 0.9)),
-}
-INVERTIBLE = [name for name in OPTIMIZERS if name not in ("amsgrad", "no momentum")]
 
 
 class Loud(nn.Module):
@@ -102,7 +89,7 @@ def test_thirty_steps_equal_the_barrier_in_bits(ranks: int, cause: int, dtype: t
 
 
 # How far 30 steps drift from the barrier if every other step is taken back by arithmetic, relative to the largest
-# entry of each parameter: a few hundred roundings.
+# entry of each parameter and each tensor of its state: a few hundred roundings.
 DRIFT = {torch.float32: 300 * 2.0**-24, torch.bfloat16: 30 * 2.0**-8}
 
 
@@ -115,6 +102,9 @@ def test_thirty_steps_by_arithmetic_stay_within_the_bound(name: str, dtype: torc
     for key, expected in barrier.parameters.items():
         error = (found.parameters[key].double() - expected.double()).abs().max()
         assert error <= DRIFT[dtype] * expected.double().abs().max(), (key, float(error))
+        for kind, number in barrier.state[key].items():
+            error = (found.state[key][kind].double() - number.double()).abs().max()
+            assert error <= DRIFT[dtype] * number.double().abs().max(), (key, kind, float(error))
 
 
 @pytest.mark.parametrize("early", range(16))

@@ -132,6 +132,7 @@ class Arithmetic:
     def save(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
         self.fresh = {id(parameter) for parameter in parameters if not optimizer.state.get(parameter)}
 
+    @torch.no_grad()
     def restore(
         self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], gradients: Mapping[int, Tensor]
     ) -> None:

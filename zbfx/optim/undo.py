@@ -23,6 +23,7 @@ class Undo:
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}  # by the identity of the live tensor
         self.states: list[tuple[Tensor, dict[str, Any]]] = []  # what each parameter's state held
 
+    @torch.no_grad()
     def save(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
         """Copy the parameters and their state as they are before a step."""
         live = {id(tensor): tensor for tensor in (*parameters, *state_tensors(optimizer, parameters))}
@@ -30,6 +31,7 @@ class Undo:
         foreach_copy([copy for _, copy in self.copies.values()], [tensor for tensor, _ in self.copies.values()])
         self.states = [(parameter, dict(optimizer.state.get(parameter, {}))) for parameter in parameters]
 
+    @torch.no_grad()
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
         """Put everything back as it was, bit for bit."""
         foreach_copy([tensor for tensor, _ in self.copies.values()], [copy for _, copy in self.copies.values()])
