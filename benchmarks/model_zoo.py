@@ -1,4 +1,4 @@
-"""Which models of the transformers library compile: a table of architectures, each against plain autograd.
+"""Which models of the transformers and timm libraries compile: a table of architectures, each against plain autograd.
 
     python benchmarks/model_zoo.py --markdown docs/models.md
 
@@ -35,7 +35,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import zbfx
-from benchmarks.zoo_cases import CASES, Case, batch_of, model_of
+from benchmarks import zoo_timm
+from benchmarks.zoo_cases import CASES, TIMM_CASES, Case, batch_of, model_of
 from zbfx.errors import TraceError, ZbfxError
 
 STAGES, MICROBATCHES = 4, 2
@@ -76,7 +77,8 @@ def examine(case: Case, progress: Progress) -> None:
     """Compile one architecture, run a step, compare."""
     torch.manual_seed(0)
     model = model_of(case)
-    progress.note(model=type(model).__name__, dtype=str(case.dtype).removeprefix("torch."))
+    shown = model.model if isinstance(model, zoo_timm.Classifier) else model
+    progress.note(model=type(shown).__name__, dtype=str(case.dtype).removeprefix("torch."))
     batches = [batch_of(case, model, seed=k) for k in range(MICROBATCHES)]
     expected = plain_gradients(copy.deepcopy(model), batches)
     begun = perf_counter()
@@ -207,7 +209,12 @@ def table(rows: Sequence[Row]) -> Table:
 def versions() -> str:
     import transformers
 
-    return f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}"
+    found = f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}"
+    if zoo_timm.installed():
+        from importlib.metadata import version
+
+        found += f", timm {version('timm')}"
+    return found
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -224,19 +231,18 @@ def markdown(rows: Sequence[Row]) -> str:
         "",
         f"{summary(rows)}.",
         "",
-        "Each model is built by the transformers library from a small configuration, unmodified, with random weights,",
-        f"and returns its own loss. zbfx cuts it into {STAGES} stages, balanced, and runs a step of {MICROBATCHES}",
-        "microbatches in ZB-H1 order. The gradients must be those of plain autograd that accumulates over the same",
-        "microbatches: within 1e-10 of the largest entry of each in float64, 1e-5 in float32 (mixtures of experts,",
-        "whose grouped product exists in no other precision on a CPU, and XGLM, which fills masks with float32's least",
-        "number). *Error* is the largest such difference, 0 where all bits are equal; a gradient that is zero but for",
-        "rounding is compared with the largest of all. Models with batch norms are in training mode, the others in",
-        "evaluation mode, which switches dropout off.",
+        "Each model is built by its library from a small configuration, unmodified, with random weights, and",
+        f"returns its own loss (for timm: the cross entropy of its classes). zbfx cuts it into {STAGES} stages,",
+        f"balanced, and runs a step of {MICROBATCHES} microbatches in ZB-H1 order. The gradients must be those of",
+        "plain autograd that accumulates over the same microbatches: within 1e-10 of the largest entry of each in",
+        "float64, 1e-5 in float32 (mixtures of experts, whose grouped product exists in no other precision on a",
+        "CPU, and XGLM, which fills masks with float32's least number). *Error* is the largest such difference, 0",
+        "where all bits are equal; a gradient that is zero but for rounding is compared with the largest of all.",
+        "Models with batch norms and those of timm are in training mode, the others in evaluation mode, which",
+        "switches dropout off.",
         "",
         "The library's CTC loss looks at the values of the labels and is refused, as the row of Wav2Vec2 shows; the",
         "other models of raw audio are tried with a classifier on top.",
-        "",
-        "Models of timm are not in the table: timm does not import without torchvision, which was not installed.",
         "",
         "| " + " | ".join(HEADINGS) + " |",
         "|" + "---|" * len(HEADINGS),
@@ -247,7 +253,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [case.architecture for case in CASES]
+    names = [case.architecture for case in (*CASES, *TIMM_CASES)]
     parser.add_argument("--only", nargs="+", choices=names, metavar="ARCHITECTURE", help="these architectures alone")
     parser.add_argument("--limit-s", type=float, default=180.0, help="seconds that one architecture may take")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON, one a line, in place of the table")
@@ -261,8 +267,15 @@ def rows_of_run(options: argparse.Namespace) -> list[Row]:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    rows = []
-    for case in CASES:
+    rows: list[Row] = []
+    cases: tuple[Case, ...] = CASES
+    if zoo_timm.installed():
+        declared = zoo_timm.declare_operators()
+        import timm
+
+        assert timm.is_model("resnet10t"), declared
+        cases = (*CASES, *TIMM_CASES)
+    for case in cases:
         if options.only and case.architecture not in options.only:
             continue
         rows.append(run_apart(case, options.limit_s))

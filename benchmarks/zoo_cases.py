@@ -1,4 +1,4 @@
-"""The architectures of `model_zoo.py`: how the transformers library builds each one small, and a batch for it."""
+"""The architectures of `model_zoo.py`: how the libraries build each one small, and a batch for it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks import zoo_timm
+
 ROWS, LENGTH, VOCABULARY = 2, 8, 32
-IMAGE, WAVE = 32, 800
+IMAGE, WAVE, CLASSES = 32, 800, 2
 
 # What a small model of text has in common; a configuration ignores what it does not know.
 TEXT = {
@@ -291,10 +293,16 @@ CASES = (
 )
 
 
+# Models of timm, where it is installed.
+TIMM_CASES = tuple(Case(name, "vision (timm)", "timm", train=True) for name in zoo_timm.MODELS)
+
+
 def model_of(case: Case) -> nn.Module:
     """The library's model, with random weights."""
     import transformers
 
+    if case.head == "timm":
+        return zoo_timm.build(case.architecture, CLASSES).to(case.dtype).train(case.train)
     config = transformers.AutoConfig.for_model(case.architecture, **case.config)
     if case.model is not None:
         model = getattr(transformers, case.model)(config)
@@ -313,8 +321,12 @@ def batch_of(case: Case, model: nn.Module, seed: int) -> dict[str, Any]:
     def numbers(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=case.dtype)
 
-    classes = getattr(model.config, "num_labels", 2)
+    classes = getattr(getattr(model, "config", None), "num_labels", CLASSES)
     match case.head:
+        case "timm":
+            size = zoo_timm.image_size(case.architecture)
+            labels = torch.randint(classes, (ROWS,), generator=generator)
+            return {"pixel_values": numbers(ROWS, 3, size, size), "labels": labels}
         case "CausalLM":
             ids = tokens(ROWS, LENGTH)
             return {"input_ids": ids, "labels": ids}
