@@ -14,8 +14,9 @@ from zbfx import comm, rng
 from zbfx.codegen import Program, generate
 from zbfx.engine import take_turns
 from zbfx.graphs import Joint, Role, copy_graph
-from zbfx.passes.canonicalize import allow_any_strides
+from zbfx.passes.canonicalize import allow_any_strides, canonicalize
 from zbfx.passes.nodes import is_random
+from zbfx.passes.positions import line_up
 from zbfx.plan import Action, Kind
 from zbfx.run import RankRunner, Tensors
 from zbfx.schedule import build
@@ -53,14 +54,15 @@ class Report:
         return "\n".join([head, *map(str, self.findings)])
 
 
-def check(pipe: Pipeline, *, seed: int = 0, tolerance: float = 1e-6) -> Report:
+def check(pipe: Pipeline, *, seed: int = 0, tolerance: float = 1e-6, floor: float = 0.0) -> Report:
     """Run the joint graph of two microbatches, and the same through the stages' F, B and W apart, on random data.
 
     The second microbatch differs from the first in every value. Results are equal if they agree in bits, or, where a
-    gradient is a sum of several contributions, within `tolerance` relative to its largest value. A copy of the model
-    itself runs both microbatches too, unless it draws random numbers: where its losses differ, the trace holds a value
-    that changes from call to call. Allocates the whole model on the pipeline's device; the user's tensors are neither
-    read nor written. Call it under the autocast that compile ran under, if any.
+    gradient is a sum of several contributions, within `tolerance` relative to its largest value, or to `floor` times
+    the largest value of all, where that is more. A copy of the model itself runs both microbatches too, unless it draws
+    random numbers: where its losses differ, the trace holds a value that changes from call to call. Allocates the whole
+    model on the pipeline's device; the user's tensors are neither read nor written. Call it under the autocast that
+    compile ran under, if any.
     """
     generator = torch.Generator(device="cpu").manual_seed(seed)
     tensors, rows = random_data(pipe, generator)
@@ -70,11 +72,12 @@ def check(pipe: Pipeline, *, seed: int = 0, tolerance: float = 1e-6) -> Report:
         expected = joint_results(pipe.joint, copied(tensors), microbatches, loss_gradient)
         found = split_results(pipe, copied(tensors), microbatches, loss_gradient)
     findings, bitwise = [], 0
+    least = floor * max((largest(want) for want in expected.values()), default=0.0)
     for name, want in expected.items():
         have = found.get(name)
         if have is not None and torch.equal(have, want):
             bitwise += 1
-        elif finding := compare(name, want, have, tolerance):
+        elif finding := compare(name, want, have, tolerance, least):
             findings.append(finding)
     findings += [Finding(name, "different", float("inf")) for name in found if name not in expected]
     own = own_losses(pipe, tensors, rows)
@@ -101,10 +104,23 @@ def own_losses(pipe: Pipeline, tensors: Tensors, rows: Sequence[Mapping[str, Ten
         return [objective.losses(tuple(row.values()))[0].detach() for row in rows]
 
 
-def compare(name: str, want: Tensor, have: Tensor | None, tolerance: float) -> Finding | None:
-    scale = float(want.abs().max()) or 1.0
+def largest(values: Tensor) -> float:
+    """The largest of the absolute values that are finite; 0 if there is none."""
+    finite = values[values.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def compare(name: str, want: Tensor, have: Tensor | None, tolerance: float, least: float = 0.0) -> Finding | None:
+    """What is wrong, relative to the largest value, or to `least`. Values that are not finite must be the same."""
+    scale = max(largest(want), least) or 1.0
     if have is None:
         return Finding(name, "lost", 1.0)
+    finite = want.isfinite()
+    if not torch.allclose(have[~finite], want[~finite], rtol=0.0, atol=0.0, equal_nan=True):
+        return Finding(name, "different", float("inf"))
+    have, want = have[finite], want[finite]
+    if not want.numel():
+        return None
     error = float((have - want).abs().max()) / scale
     if error <= max(tolerance, 4 * torch.finfo(want.dtype).eps):
         return None
@@ -160,15 +176,25 @@ def copied(tensors: Tensors) -> Tensors:
 class JointInterpreter(fx.Interpreter):
     """Runs a joint graph with the random numbers that the stages draw."""
 
-    def __init__(self, joint: Joint, seed: int) -> None:
+    def __init__(self, joint: Joint, seed: int, repeats: Mapping[str, str]) -> None:
+        """`repeats`: the random nodes that draw again what another drew, by name."""
         super().__init__(fx.GraphModule(nn.Module(), joint.graph))
-        self.seed = seed
+        self.seed, self.repeats = seed, repeats
 
     def run_node(self, n: fx.Node) -> Any:
         if not is_random(n):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        return rng.seeded(n.target, rng.stream_of(n.name), self.seed, *args, **kwargs)
+        stream = rng.stream_of(self.repeats.get(n.name, n.name))
+        return rng.seeded(n.target, stream, self.seed, *args, **kwargs)
+
+
+def repeated_draws(joint: Joint) -> dict[str, str]:
+    """The random nodes of a joint graph that recompute, and the nodes that they repeat."""
+    if not any(is_random(node) and node.meta.get("is_backward") for node in joint.graph.nodes):
+        return {}
+    original = line_up(canonicalize(joint)).original
+    return {node.name: first.name for node, first in original.items() if is_random(node)}
 
 
 @torch.no_grad()
@@ -179,10 +205,11 @@ def joint_results(
     graph = copy_graph(joint.graph)
     allow_any_strides(graph)  # what runs may have other strides than what was traced
     joint = replace(joint, graph=graph)
+    repeats = repeated_draws(joint)
     results: dict[str, Tensor] = {}
     for index, microbatch in enumerate(microbatches):
         inputs = [port_value(port.role, port.name, tensors, microbatch, loss_gradient) for port in joint.inputs]
-        outputs = JointInterpreter(joint, microbatch.seed).run(*inputs)
+        outputs = JointInterpreter(joint, microbatch.seed, repeats).run(*inputs)
         for port, value in zip(joint.outputs, outputs, strict=True):
             if port.role is Role.LOSS:
                 results[f"loss {index}"] = value

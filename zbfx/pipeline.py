@@ -52,6 +52,7 @@ from zbfx.run import Tensors
 from zbfx.schedule import plan
 from zbfx.schedule.beside import run_beside
 from zbfx.schedule.registry import is_searched
+from zbfx.selfcheck import checked_choice, checked_pipeline
 from zbfx.step import LocalStep, RankStep, StepOptions
 from zbfx.trace import canonical_names, named_tensors, trace
 from zbfx.validation import validation_of
@@ -76,6 +77,7 @@ def compile(
     backend: str = "eager",
     overlap: bool | None = None,
     optimizer_slots: float = 0.0,
+    check: bool | str = "auto",
 ) -> Pipeline:
     """Compile `model` into a pipeline over `stages` ranks. Nothing of the model changes, and nothing runs on its data.
 
@@ -106,6 +108,9 @@ def compile(
                      limit allows it; Ws of searched schedules move for it. None: on CUDA devices
     optimizer_slots  tensors of a parameter's size that the optimizer keeps for each parameter, which count as held:
                      2 for Adam, 1 for momentum
+    check            run `zbfx.check` on two random microbatches, and refuse a pipeline that computes other results than
+                     the model, such as one whose graph holds a Python value that changes from call to call: True,
+                     False, or "auto": where it takes about a second at most, and all tensors have data
 
     Raises `TraceError` where the model cannot be traced, naming the user's line; `InvalidSchedule` for an order that
     breaks a rule; `NoFeasibleSchedule` under a `mem_limit` that is too small; `ZbfxError`, their base, for the rest.
@@ -116,7 +121,7 @@ def compile(
     hardware = cost.hardware_of(device)
     placement = placement_of(checked_schedule(schedule), stages, stages_per_rank)
     whole_number("microbatches", microbatches, "how many microbatches a step runs")
-    backend, cuts = checked_backend(backend, device), checked_cuts(cuts)
+    backend, cuts, check = checked_backend(backend, device), checked_cuts(cuts), checked_choice(check)
     overlaps = checked_overlap(overlap, device)
 
     raw, signature = on_all_ranks(partial(trace, model, loss_fn, inputs, kwargs, targets, device=device))
@@ -136,7 +141,7 @@ def compile(
         best = run_beside(best, apart, move=is_searched(schedule))
     programs = generate(stage_graphs, best)
     guard = Guard.of(model, loss_fn)
-    return Pipeline(
+    pipe = Pipeline(
         model,
         loss_fn,
         guard,
@@ -154,6 +159,7 @@ def compile(
         optimizer_slots,
         costs == "measure",
     )
+    return checked_pipeline(pipe, check)
 
 
 @dataclass(frozen=True)
