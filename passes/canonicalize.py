@@ -10,7 +10,7 @@
 7. What only holds for the strides that the tracer believed in holds for any: some operators (batch norm, the backward
    of a mean squared error) give other strides than their fake version says.
 
-A collective inside the model is refused: a stage runs on one rank, so that the others would never join it.
+A collective inside a model without sharded parameters is refused: a stage runs on one rank, and no other would join it.
 """
 
 from __future__ import annotations

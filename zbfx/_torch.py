@@ -9,6 +9,7 @@ _saved_tensors_hooks_set_tracing    2.13.0           whether saved-tensor hooks 
 FunctionalTensor                    2.11.0, 2.13.0   tensors whose in-place writes leave what is under them alone
 _foreach_norm, _foreach_copy_       2.11.0, 2.13.0   one kernel for many tensors
 reduce_scatter_single, ...          2.13.0           public, and called reduce_scatter_tensor in 2.11.0
+_c10d_functional.wait_tensor        2.11.0, 2.13.0   the end of a collective in a graph
 torch.compiler flags                2.11.0, 2.13.0   what `torch.compiler.is_exporting()` answers
 ShapeEnv, ConstantSource            2.11.0, 2.13.0   sizes that are symbols, and what holds of them
 UntypedStorage._cdata               2.11.0, 2.13.0   the address of a storage, fake ones included
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import sympy
 import torch
@@ -33,6 +35,8 @@ from torch._functorch._aot_autograd.descriptors import (
     ParamAOTInput,
     PlainAOTInput,
     PlainAOTOutput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -68,12 +72,15 @@ __all__ = [
     "group_store",
     "has_gradient_hooks",
     "join_shards",
+    "local_description",
     "pytree",
     "same_storage",
     "shape_env",
     "size_guards",
     "sum_shards",
     "symbolic_size",
+    "wait_tensor",
+    "waited",
 ]
 
 
@@ -135,6 +142,22 @@ def join_shards(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.
     start = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: dist.Work = start(whole, shard, group=group, async_op=True)
     return work
+
+
+wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+
+
+def waited(collective: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """The result of a functional collective once it is there."""
+    result: Tensor = wait_tensor(collective(*args, **kwargs))
+    return result
+
+
+def local_description(description: Any) -> Any:
+    """What an input or output of a traced graph is, if it is the local part of a DTensor; None for a DTensor's mesh."""
+    if isinstance(description, SubclassGetAttrAOTInput | SubclassGetAttrAOTOutput):
+        return description.base if description.attr == "_local_tensor" else None
+    return description
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:

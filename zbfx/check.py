@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from zbfx import comm, rng
 from zbfx.codegen import Program, generate
 from zbfx.engine import take_turns
+from zbfx.errors import ZbfxError
 from zbfx.graphs import Joint, Role, copy_graph
 from zbfx.passes.canonicalize import allow_any_strides, canonicalize
 from zbfx.passes.nodes import is_random
@@ -64,6 +65,11 @@ def check(pipe: Pipeline, *, seed: int = 0, tolerance: float = 1e-6, floor: floa
     model on the pipeline's device; the user's tensors are neither read nor written. Call it under the autocast that
     compile ran under, if any.
     """
+    if pipe.local:
+        raise ZbfxError(
+            "check runs in one process, and a model with DTensor parameters runs on several: check the model before "
+            "its parameters are distributed"
+        )
     generator = torch.Generator(device="cpu").manual_seed(seed)
     tensors, rows = random_data(pipe, generator)
     microbatches = [comm.Microbatch(row, rng.mix(seed, index)) for index, row in enumerate(rows)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any
@@ -54,6 +54,7 @@ from zbfx.schedule.beside import run_beside
 from zbfx.schedule.registry import is_searched
 from zbfx.selfcheck import checked_choice, checked_pipeline
 from zbfx.step import LocalStep, RankStep, StepOptions
+from zbfx.tensor_parallel import local_parts
 from zbfx.trace import canonical_names, named_tensors, trace
 from zbfx.validation import validation_of
 
@@ -124,6 +125,13 @@ def compile(
     backend, cuts, check = checked_backend(backend, device), checked_cuts(cuts), checked_choice(check)
     overlaps = checked_overlap(overlap, device)
 
+    local = local_parts(named_tensors(model, loss_fn))
+    if local and costs == "measure":
+        raise ZbfxError(
+            "costs='measure' times each stage on one process, and those of a model with DTensor parameters run on "
+            "several; use costs='estimate' or a CostTable"
+        )
+
     raw, signature = on_all_ranks(partial(trace, model, loss_fn, inputs, kwargs, targets, device=device))
     examples = tuple(signature.flatten((*inputs, *targets), kwargs))
     raw = separate_count(raw)
@@ -158,6 +166,7 @@ def compile(
         mem_limit,
         optimizer_slots,
         costs == "measure",
+        local=local,
     )
     return checked_pipeline(pipe, check)
 
@@ -187,6 +196,7 @@ class Pipeline:
     optimizer_slots: float
     measured: bool = False  # whether costs were: then what replicas add to them is measured too
     reductions: tuple[RankReductions, ...] = ()  # per rank, what is summed over replicas; (): there is one
+    local: Mapping[str, nn.Parameter] = field(default_factory=dict)  # this process's parts of sharded parameters
     exposed_s: float = 0.0  # how much longer the iteration time is for it, as planned
 
     @cached_property
@@ -207,7 +217,7 @@ class Pipeline:
     def tensors(self) -> Tensors:
         """The model's live tensors by canonical name."""
         canonical = canonical_names(self.model, self.loss_fn)
-        named = named_tensors(self.model, self.loss_fn)
+        named = {**named_tensors(self.model, self.loss_fn), **self.local}
         return Tensors({name: named[name] for name in dict.fromkeys(canonical.values())}, self.joint.constants)
 
     def validated(self, chain: tuple[int, ...], state_size: int) -> Pipeline:
@@ -323,4 +333,5 @@ class Pipeline:
         texts += [str(message) for program in self.programs for message in program.messages.values()]
         texts += [str(self.signature.tensors), str(self.reduction.microbatches), self.reduction.name]
         anywhere = re.sub(r"index=\d+", "index", "".join(texts))  # each rank has its own device
+        anywhere = re.sub(r"(_c10d_functional\.[^\n]*), '\d+'\)", r"\1)", anywhere)  # and groups to shard over
         return hashlib.sha256(anywhere.encode()).hexdigest()

@@ -25,6 +25,7 @@ from zbfx.errors import TraceError, ZbfxError
 from zbfx.graphs import Joint, Port, Role, copy_graph
 from zbfx.passes.sizes import inline_sizes
 from zbfx.sizes import Sizes
+from zbfx.tensor_parallel import fake_sharded, is_sharded, localize, place_gradients
 
 LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 MODEL_PREFIX, LOSS_PREFIX = "model.", "loss_fn."
@@ -42,6 +43,7 @@ class Objective(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         buffers = dict(self.named_buffers(remove_duplicate=False))
+        place_gradients(self.model)
         loss, *count = self.losses(tensors)
         for name, buffer in buffers.items():
             keep_replaced(name, buffer, self.get_buffer(name))
@@ -90,6 +92,7 @@ def model_loss(output: Any) -> Any:
 
 
 def checked_loss(loss: Any, source: str) -> Tensor:
+    refuse_subclass(f"the loss that {source} returns", loss)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise TraceError(
@@ -209,6 +212,8 @@ def trace(
             f"the model cannot be traced: {type(error).__name__}: {error}, at {user_line(error)}. Change that line, or "
             f"make it an operator of its own (torch.library.custom_op with register_fake and register_autograd)"
         ) from error
+    if any(map(is_sharded, model.parameters())):
+        module = localize(module)
     joint = as_joint(module, signature, canonical_names(model, loss_fn))
     return (inline_sizes(joint) if sizes else joint), signature
 
@@ -266,9 +271,14 @@ def fake_copies(model: nn.Module, loss_fn: Any, fake_mode: Any, device: torch.de
     """
     memo: dict[int, Any] = {}
     for name, tensor in named_tensors(model, loss_fn).items():
+        if id(tensor) in memo:
+            continue
+        if is_sharded(tensor):
+            memo[id(tensor)] = fake_sharded(tensor, fake_mode, device)  # type: ignore[arg-type]
+            memo[id(tensor.device_mesh)] = tensor.device_mesh  # type: ignore[attr-defined]
+            continue
         refuse_subclass(name, tensor)
-        if id(tensor) not in memo:
-            memo[id(tensor)] = fake_like(tensor, fake_mode, device)
+        memo[id(tensor)] = fake_like(tensor, fake_mode, device)
     try:
         fake_model = copy.deepcopy(model, memo)
         fake_loss_fn = copy.deepcopy(loss_fn, memo) if isinstance(loss_fn, nn.Module) else loss_fn

@@ -1,0 +1,91 @@
+"""Models whose parameters are DTensors, sharded over a mesh dimension beside the pipeline: a stage runs on several
+processes, each with its shards, and their collectives are nodes of its F, B and W.
+
+The tracer writes the graph of one process's local tensors. A collective and its wait become one node, which stays in
+one phase. What a process trains is the local part of each parameter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+
+from zbfx import _torch
+
+COLLECTIVES = "_c10d_functional"
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether a tensor is a parameter of which each process of a mesh holds a part."""
+    return isinstance(tensor, nn.Parameter) and isinstance(tensor, DTensor)
+
+
+def local_parts(named: dict[str, Tensor]) -> dict[str, nn.Parameter]:
+    """This process's part of each sharded parameter, as a parameter of its own on the same memory."""
+    return {
+        name: nn.Parameter(tensor.to_local().detach(), tensor.requires_grad)  # type: ignore[attr-defined]
+        for name, tensor in named.items()
+        if is_sharded(tensor)
+    }
+
+
+def fake_sharded(parameter: DTensor, fake_mode: Any, device: torch.device) -> nn.Parameter:
+    """The same parameter with a fake local part on `device`."""
+    local = parameter.to_local().detach()
+    with fake_mode:
+        fake = torch.empty_strided(local.size(), local.stride(), dtype=local.dtype, device=device)
+    whole = DTensor.from_local(
+        fake,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+def place_gradients(module: nn.Module) -> None:
+    """Under the tracer: let the gradient of each sharded parameter be placed like the parameter (a sum over the mesh
+    that is not made yet is made then)."""
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor) and parameter.requires_grad:
+            placements = parameter.placements
+            parameter.register_hook(
+                lambda gradient, placements=placements: gradient.redistribute(placements=placements)
+            )
+
+
+def localize(module: fx.GraphModule) -> fx.GraphModule:
+    """The traced graph over local tensors alone: without the meshes that are inputs and outputs of it, and with each
+    collective and its wait as one node."""
+    graph, output = module.graph, module.graph.output_node()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            description = node.meta["desc"]
+            descriptions = description if node.op == "output" else [description]
+            local = [_torch.local_description(found) for found in descriptions]
+            node.meta["desc"] = local if node.op == "output" else local[0]
+    kept = [
+        (value, found)
+        for value, found in zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
+        if found is not None
+    ]
+    output.args, output.meta["desc"] = (tuple(value for value, _ in kept),), [found for _, found in kept]
+    for node in graph.find_nodes(op="placeholder"):
+        if node.meta["desc"] is None:
+            graph.erase_node(node)
+    for wait in graph.find_nodes(op="call_function", target=_torch.wait_tensor):
+        (collective,) = wait.all_input_nodes
+        if getattr(collective.target, "namespace", None) == COLLECTIVES and len(collective.users) == 1:
+            with graph.inserting_before(wait):
+                whole = graph.call_function(_torch.waited, (collective.target, *collective.args), collective.kwargs)
+            whole.meta = dict(wait.meta)
+            wait.replace_all_uses_with(whole)
+            graph.erase_node(wait)
+            graph.erase_node(collective)
+    graph.lint()
+    return module
