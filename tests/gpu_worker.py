@@ -25,7 +25,7 @@ import zbfx
 from benchmarks.gpt import GPT, GPTConfig, next_token_loss
 
 SMALL = GPTConfig(layers=6, hidden=256, heads=4, sequence=128, vocabulary=512)
-STEADY = GPTConfig(layers=8, hidden=1024, heads=16, sequence=512, vocabulary=2048)
+STEADY = GPTConfig(layers=4, hidden=1024, heads=16, sequence=512, vocabulary=2048)
 MICROBATCHES = 6
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "interleaved-1f1b")
 
@@ -91,10 +91,10 @@ def plain(device: torch.device) -> dict[str, Tensor]:
 
 def steady(device: torch.device) -> dict[str, dict[str, Any]]:
     """200 steps with each backend, NCCL as it comes: step times, and memory after 20 steps and at the end."""
-    model, batch = model_and_batch(STEADY, 16, device)
+    model, batch = model_and_batch(STEADY, 8, device)
     found = {}
     for backend in zbfx.backends.BACKENDS:
-        pipe = compiled(model, batch, 8, schedule="zb-2p", backend=backend)
+        pipe = compiled(model, batch, 4, schedule="zb-2p", backend=backend)
         step = pipe.bind()
         optimizer = torch.optim.SGD(step.parameters(), lr=1e-3)
         seconds, allocated, reserved = [], [], []
