@@ -197,17 +197,30 @@ def measured_stage(
             inputs = phase.module.graph.find_nodes(op="placeholder")
             args = [dummy(node.meta["val"], device) if "val" in node.meta else 0 for node in inputs]
             calls[kind] = partial(compiled(phase), *args)
-    timed: dict[str, Callable[[], Any]] = {str(kind): call for kind, call in calls.items()}
-    if device.type == "cuda" and {Kind.B, Kind.W} <= set(calls):
-        timed[BESIDE] = partial(side_by_side, calls[Kind.W], calls[Kind.B], torch.cuda.Stream(device))
-    seconds = sustained_s(timed, device)
+    seconds = sustained_s({str(kind): call for kind, call in calls.items()}, device)
     return replace(
         estimated,
         forward_s=seconds.get(Kind.F, 0.0),
         backward_input_s=seconds.get(Kind.B, 0.0),
         backward_weight_s=seconds.get(Kind.W, 0.0),
-        beside_s=seconds.get(BESIDE),
+        beside_s=measured_beside_s(calls, seconds, device),
     )
+
+
+def measured_beside_s(
+    calls: Mapping[Kind, Callable[[], Any]], seconds: Mapping[str, float], device: torch.device
+) -> float | None:
+    """Seconds of B with W beside it, as much as a step of such pairs and of Fs takes beyond the Fs.
+
+    Timed apart from B and W in turn: a device that does more at once draws more power, and lowers its clock for it. What
+    that takes from the Fs is the pairs' doing.
+    """
+    if device.type != "cuda" or not {Kind.B, Kind.W} <= set(calls):
+        return None
+    pair = partial(side_by_side, calls[Kind.W], calls[Kind.B], torch.cuda.Stream(device))
+    forward = {str(Kind.F): calls[Kind.F]} if Kind.F in calls else {}
+    mixed = sustained_s({**forward, BESIDE: pair}, device)
+    return sum(mixed.values()) - (seconds[Kind.F] if forward else 0.0)
 
 
 def side_by_side(one: Callable[[], Any], other: Callable[[], Any], stream: torch.cuda.Stream) -> Any:
