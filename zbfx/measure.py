@@ -212,8 +212,8 @@ def measured_beside_s(
 ) -> float | None:
     """Seconds of B with W beside it, as much as a step of such pairs and of Fs takes beyond the Fs.
 
-    Timed apart from B and W in turn: a device that does more at once draws more power, and lowers its clock for it. What
-    that takes from the Fs is the pairs' doing.
+    Timed apart from B and W in turn: a device that does more at once draws more power, and lowers its clock for it.
+    What that takes from the Fs is the pairs' doing.
     """
     if device.type != "cuda" or not {Kind.B, Kind.W} <= set(calls):
         return None
