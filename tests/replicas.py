@@ -1,7 +1,7 @@
 """Replicas of pipelines over gloo, for test_replicas.py: `python -m tests.replicas <world size> <scenario> <folder>`.
 
-Everything is compiled once, before the processes fork. `python -m tests.replicas 4 sweep` trains the models under every
-schedule as 2 x 2, 8 as 2 x 4, and prints the largest differences from one process.
+`python -m tests.replicas 4 sweep <folder>` trains GPT and the tied GPT-2 under every schedule as 2 x 2, `8 wide-sweep`
+as 2 x 4, and rank 0 prints the largest differences from one process: minutes, and not part of the tests.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zbfx
 from tests.models import Maker, Problem, gpt, gpt2, mlp
-from tests.reference import compiled, loss_of, relative_error
-from tests.worker import main, refusal
+from tests.reference import compiled, loss_of, relative_error, rescheduled
+from tests.worker import LIMIT_S, main, refusal
+from zbfx.arguments import placement_of
 from zbfx.optim import PostValidated
+from zbfx.schedule import names
+from zbfx.schedule.registry import SEARCHED
 
 M = 3  # microbatches of a replica
 STEPS = 20
@@ -43,10 +46,16 @@ def part(problem: Problem, replica: int, replicas: int) -> Problem:
 
 
 def pipelines(replicas: int, ranks: int, make: Maker, schedules: Iterable[str], **options: Any) -> Compiled:
-    found = {}
+    """A trace for each placement; searched schedules are rank 0's, and get one of their own."""
+    found: Compiled = {}
+    traced: dict[tuple[int, ...], zbfx.Pipeline] = {}
+    whole = make(M * replicas)
     for schedule in schedules:
-        whole = make(M * replicas)
-        pipe = compiled(part(whole, 0, replicas), ranks, M, schedule=schedule, **options)
+        placement = placement_of(schedule, ranks, None)
+        if placement in traced and schedule not in SEARCHED:
+            pipe = rescheduled(traced[placement], M, schedule)
+        else:
+            pipe = traced[placement] = compiled(part(whole, 0, replicas), ranks, M, schedule=schedule, **options)
         found[f"{make.__name__} {schedule}"] = (whole, pipe)
     return found
 
@@ -104,14 +113,21 @@ def errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def every_pipeline(prepared: Compiled, replicas: int, ranks: int, rank: int) -> dict[str, Any]:
+def every_pipeline(
+    prepared: Compiled, replicas: int, ranks: int, rank: int, *, verbose: bool = False
+) -> dict[str, Any]:
     mesh, results, expected = mesh_of(replicas, ranks), {}, {}
     for name, (whole, pipe) in prepared.items():
         model = name.partition(" ")[0]
         if model not in expected:
             expected[model] = alone(whole)
+            initial = {key: value.clone() for key, value in whole.model.state_dict().items()}
+        whole.model.load_state_dict(initial)
+        whole.model.zero_grad()
         found = trained(whole, pipe.bind(mesh), rank // ranks, replicas)
         results[name] = errors(found, expected[model]) | {"steps": len(found["losses"]), "last": found["losses"][-1]}
+        if verbose and rank == 0:
+            print(f"{replicas} x {ranks} {name}: {results[name]}", flush=True)
     return results
 
 
@@ -142,9 +158,8 @@ def part_of(step: Any, replica: int, replicas: int) -> Callable[..., Tensor]:
 
 def two_by_two(prepared: Compiled, rank: int) -> dict[str, Any]:
     """Training under many schedules; gradients that accumulate; then refusals, a fault last."""
-    halves = {name: pair for name, pair in prepared.items() if name.endswith("float32")}
-    prepared = {name: pair for name, pair in prepared.items() if name not in halves}
-    results: dict[str, Any] = {"trained": every_pipeline(prepared, 2, 2, rank), "zero": zero(halves, 2, 2, rank)}
+    results: dict[str, Any] = {"trained": every_pipeline(prepared, 2, 2, rank)}
+    results["zero"] = zero(pipelines(2, 2, in_float32, ["zb-h1"]), 2, 2, rank)
     mesh, replica = mesh_of(2, 2), rank // 2
     whole = mlp(M * 2)
     pipe = compiled(part(whole, 0, 2), 2, M)
@@ -178,8 +193,9 @@ def two_by_two(prepared: Compiled, rank: int) -> dict[str, Any]:
     return results
 
 
-def four_by_one(prepared: Compiled, halves: Compiled, rank: int) -> dict[str, Any]:
-    return {"trained": every_pipeline(prepared, 4, 1, rank), "zero": zero(halves, 4, 1, rank)}
+def four_by_one(prepared: Compiled, rank: int) -> dict[str, Any]:
+    trained = every_pipeline(prepared, 4, 1, rank)
+    return {"trained": trained, "zero": zero(pipelines(4, 1, in_float32, ["zb-h1"]), 4, 1, rank)}
 
 
 def in_float32(microbatches: int) -> Problem:
@@ -213,21 +229,27 @@ def accumulated(whole: Problem, step: Any, problem: Problem) -> dict[str, Any]:
     return {"losses": losses, "kept": kept, "error": max(twice), "expected": alone(whole, 1)["losses"][0]}
 
 
-SCENARIOS: dict[str, Callable[[], Callable[[int], dict[str, Any]]]] = {
-    "two-by-two": lambda: partial(
-        two_by_two,
-        pipelines(2, 2, gpt, ["gpipe", "1f1b", "zb-h1", "zb-h2", "v-min", "interleaved-1f1b"])
-        | pipelines(2, 2, gpt2, ["zb-h1", "zb-v-order"])
-        | {f"{name} float32": pair for name, pair in pipelines(2, 2, in_float32, ["zb-h1"]).items()},
-    ),
-    "two-by-four": lambda: partial(every_pipeline, pipelines(2, 4, gpt2, ["zb-h1"]), 2, 4),
-    "four-by-one": lambda: partial(
-        four_by_one, pipelines(4, 1, gpt2, ["1f1b", "zb-h1"]), pipelines(4, 1, in_float32, ["zb-h1"])
-    ),
+def sweep(replicas: int, ranks: int, rank: int) -> dict[str, Any]:
+    prepared = pipelines(replicas, ranks, gpt, names()) | pipelines(replicas, ranks, gpt2, names())
+    return every_pipeline(prepared, replicas, ranks, rank, verbose=True)
+
+
+def small(rank: int) -> dict[str, Any]:
+    prepared = pipelines(2, 2, gpt, ["gpipe", "1f1b", "zb-h1", "zb-h2", "v-min", "interleaved-1f1b"])
+    return two_by_two(prepared | pipelines(2, 2, gpt2, ["zb-h1", "zb-v-order"]), rank)
+
+
+SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "two-by-two": small,
+    "two-by-four": lambda rank: every_pipeline(pipelines(2, 4, gpt2, ["zb-h1"]), 2, 4, rank),
+    "four-by-one": lambda rank: four_by_one(pipelines(4, 1, gpt2, ["1f1b", "zb-h1"]), rank),
+    "sweep": partial(sweep, 2, 2),
+    "wide-sweep": partial(sweep, 2, 4),
 }
 
 
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    sys.exit(main(int(sys.argv[1]), SCENARIOS[sys.argv[2]](), Path(sys.argv[3])))
+    limit_s = 1200 if "sweep" in sys.argv[2] else LIMIT_S
+    sys.exit(main(int(sys.argv[1]), SCENARIOS[sys.argv[2]], Path(sys.argv[3]), limit_s))

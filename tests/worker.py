@@ -226,7 +226,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def main(world: int, scenario: Scenario, folder: Path) -> int:
+def main(world: int, scenario: Scenario, folder: Path, limit_s: float = LIMIT_S) -> int:
     """Run the ranks; how many have not ended by themselves within the limit."""
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
@@ -236,7 +236,7 @@ def main(world: int, scenario: Scenario, folder: Path) -> int:
         child.start()
     # As under torchrun, the store lives in a process that is no rank. It has threads: made after the forks.
     store = dist.TCPStore("127.0.0.1", port, world, is_master=True, wait_for_workers=False)
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + limit_s
     for child in ranks:
         child.join(max(0.0, deadline - time.monotonic()))
     late = [child for child in ranks if child.is_alive()]
