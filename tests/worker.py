@@ -212,8 +212,8 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-def process(rank: int, world: int, scenario: Scenario, folder: Path, port: int) -> None:
-    faulthandler.dump_traceback_later(LIMIT_S - 5)
+def process(rank: int, world: int, scenario: Scenario, folder: Path, port: int, limit_s: float) -> None:
+    faulthandler.dump_traceback_later(limit_s - 5)
     store = dist.TCPStore("127.0.0.1", port, world, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     torch.save(scenario(rank), folder / f"{rank}.pt")
@@ -231,7 +231,8 @@ def main(world: int, scenario: Scenario, folder: Path, limit_s: float = LIMIT_S)
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
     port = free_port()
-    ranks = [context.Process(target=process, args=(rank, world, scenario, folder, port)) for rank in range(world)]
+    common = (scenario, folder, port, limit_s)
+    ranks = [context.Process(target=process, args=(rank, world, *common)) for rank in range(world)]
     for child in ranks:
         child.start()
     # As under torchrun, the store lives in a process that is no rank. It has threads: made after the forks.
