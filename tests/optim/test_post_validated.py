@@ -331,6 +331,32 @@ def test_gradients_accumulate_over_several_steps() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found[False][1], found[True][1], strict=True))
 
 
+def test_tokens_of_several_steps_are_divided_once_by_their_count() -> None:
+    """Two batches with unequal numbers of tokens, some ignored, against plain autograd over all of them."""
+
+    def summed(logits: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits, targets, reduction="sum", ignore_index=-1)
+
+    with default_dtype(torch.float64):
+        problem, plain = replace(mlp(3), loss_fn=summed), mlp(3)
+        inputs = problem.inputs[0]
+        batches = [torch.tensor([1, -1, 3, -1, -1, 0]), torch.tensor([2, 5, -1, 7, 1, 1])]
+        problem = replace(problem, targets=(batches[0],))
+        step = compiled(problem, 2, 3, loss_reduction="sum").run_local()
+        optimizer = PostValidated(torch.optim.SGD(step.parameters(), lr=1.0), step, max_norm=100.0)
+        losses = [step(inputs, targets) for targets in batches]
+        optimizer.step(divide_by=8.0)
+        optimizer.settle()
+        loss = summed(plain.model(torch.cat([inputs, inputs])), torch.cat(batches)) / 8
+        loss.backward()
+        assert float(sum(losses) / 8) == pytest.approx(loss.item(), rel=1e-12)
+        for (name, found), expected in zip(step.named_parameters(), plain.model.parameters(), strict=True):
+            assert expected.grad is not None
+            torch.testing.assert_close(found, expected - expected.grad, rtol=1e-12, atol=1e-14, msg=name)
+        with pytest.raises(zbfx.ZbfxError, match="divide_by is a finite number above 0; found 0"):
+            optimizer.step(divide_by=0.0)
+
+
 def test_half_precision_overflow_in_one_stage_lowers_the_scale() -> None:
     """Activations of the first stage overflow in its backward alone; the scale halves and the step is skipped."""
     torch.manual_seed(0)

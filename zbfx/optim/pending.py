@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from zbfx.optim.inverse import Arithmetic
 from zbfx.optim.origin import describe
 from zbfx.optim.state import Act, Verdict
 from zbfx.optim.undo import Undo
@@ -29,6 +30,7 @@ class PendingStep:
     ) -> None:
         self.owner, self.gradients, self.groups, self.seen = owner, gradients, groups, seen
         self.acts: dict[int, tuple[Act, Verdict]] = {}
+        self.ways: dict[int, Undo | Arithmetic] = {}
         self.state: Tensor | None = None
         self.verdict: Verdict | None = None
         self.wrong: bool | None = None
@@ -78,7 +80,8 @@ class PendingStep:
         """Step as if nothing were to clip or to skip, with a way back; not if `leave_out`, on the device, is 1."""
         owner = self.owner
         parameters = [owner.parameters[name] for name in share.names if self.gradients[name] is not None]
-        owner.way_back(share.rank, self.groups).save(owner.optimizer, parameters)
+        self.ways[share.rank] = owner.way_back(share.rank, self.groups, parameters)
+        self.ways[share.rank].save(owner.optimizer, parameters)
         if leave_out is None:
             self.take(share.names)
             return
@@ -90,7 +93,7 @@ class PendingStep:
 
     def roll_back(self, share: Share) -> None:
         owner = self.owner
-        way = owner.way_back(share.rank, self.groups)
+        way = self.ways[share.rank]
         assert self.verdict is not None, "judged before"
         if isinstance(way, Undo):
             way.restore(owner.optimizer)

@@ -67,6 +67,7 @@ class PostValidated(torch.optim.Optimizer):
                  is not finite. Neither `scale` nor `update` of it is to be called
     rollback     how a wrong step is undone: "exact" (a copy of what it is about to change, on the device or, where that
                  is full, on the host), "arithmetic" (the inverse of the step, in place, up to rounding); None: exact
+                 while memory allows it
     sync         wait for all ranks in `step()` instead, as a barrier does: for comparison
 
     `verdict` is that of the last settled step, `counts` adds them up, `print(opt.plan())` says what a step takes with a
@@ -167,17 +168,23 @@ class PostValidated(torch.optim.Optimizer):
         return planned(pipe.schedule, messages, validation, costs)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step on the gradients in `.grad`, without waiting for the other ranks; every rank calls it."""
+    def step(self, closure: Callable[[], Any] | None = None, *, divide_by: float = 1.0) -> None:  # type: ignore[override]
+        """Step on the gradients in `.grad`, without waiting for the other ranks; every rank calls it alike.
+
+        They are divided by `divide_by` first: the count of tokens, where several steps with loss_reduction="sum" have
+        added up gradients of sums.
+        """
         if closure is not None:
             raise ZbfxError("step takes no closure: a pipeline's step has computed the loss before")
         self.settle()
-        scale = self.scale()
+        scale = self.scale() * divide_by
+        if not 0.0 < scale < float("inf"):
+            raise ZbfxError(f"divide_by is a finite number above 0; found {divide_by!r}")
         gradients = {name: self.parameters[name].grad for share in self.shares for name in share.names}
         if scale != 1.0:
             for gradient in gradients.values():
                 if gradient is not None:
-                    gradient.mul_(1.0 / scale)
+                    gradient.div_(scale)
         seen = {rank: taken(watched) for rank, watched in self.seen.items()}
         self.pending = PendingStep(self, gradients, hyperparameters(self.optimizer), seen)
         if self.sync:
@@ -250,11 +257,16 @@ class PostValidated(torch.optim.Optimizer):
             return Act.KNEW
         return Act.STEPPED if partial.is_clean else Act.WAITED
 
-    def way_back(self, rank: int, groups: list[dict[str, Any]]) -> Undo | Arithmetic:
-        """How a rank undoes a step under these hyperparameters."""
-        if self.rollback == "arithmetic" and obstacle_of(self.optimizer, groups) is None:
-            return self.inverses.setdefault(rank, Arithmetic())
-        return self.undos.setdefault(rank, Undo())
+    def way_back(self, rank: int, groups: list[dict[str, Any]], parameters: Sequence[Tensor]) -> Undo | Arithmetic:
+        """How a rank undoes a step of these parameters under these hyperparameters."""
+        undo = self.undos.setdefault(rank, Undo())
+        wanted = self.rollback == "arithmetic" or (
+            self.rollback is None and not undo.has_room(self.optimizer, parameters)
+        )
+        if not wanted or obstacle_of(self.optimizer, groups) is not None:
+            return undo
+        self.rollback = "arithmetic"  # memory that is full now will be needed for other things later
+        return self.inverses.setdefault(rank, Arithmetic())
 
     def act(self, share: Share, state: Tensor) -> None:
         assert self.pending is not None, "step has begun"

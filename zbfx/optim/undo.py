@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,15 @@ class Undo:
         foreach_copy([copy for _, copy in self.copies.values()], [tensor for tensor, _ in self.copies.values()])
         self.states = [(parameter, dict(optimizer.state.get(parameter, {}))) for parameter in parameters]
 
+    def has_room(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> bool:
+        """Whether there is memory, on the device or the host, for the copies that have none yet."""
+        tensors = [*parameters, *state_tensors(optimizer, parameters)]
+        missing = sum(tensor.nbytes for tensor in tensors if id(tensor) not in self.copies)
+        on_device = [tensor.device for tensor in tensors if tensor.is_cuda]
+        if not missing or (on_device and torch.cuda.mem_get_info(on_device[0])[0] > missing + MARGIN_BYTES):
+            return True
+        return missing + MARGIN_BYTES < available_bytes()
+
     @torch.no_grad()
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
         """Put everything back as it was, bit for bit."""
@@ -56,6 +66,16 @@ def state_tensors(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]
         for value in optimizer.state.get(parameter, {}).values():
             if isinstance(value, Tensor):
                 yield value
+
+
+def available_bytes() -> float:
+    """Memory of the host that could be had; where the system does not say, all of it."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return float("inf")
+    sizes = dict(line.split(":", 1) for line in lines)
+    return float(sizes["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in sizes else float("inf")
 
 
 def room_for(tensor: Tensor) -> Tensor:
