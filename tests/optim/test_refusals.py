@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,6 +34,9 @@ def test_arguments(pipe: tuple[Problem, zbfx.Pipeline]) -> None:
         PostValidated(inner, step, rollback="inexact")
     with refused(zbfx.ZbfxError, match="needs check_finite=True"):
         PostValidated(inner, step, check_finite=False, grad_scaler=torch.amp.GradScaler("cpu"))
+    half = compiled(replace(pipe[0], model=mlp(3).model.half(), inputs=(pipe[0].inputs[0].half(),)), 2, 3).run_local()
+    with refused(zbfx.ZbfxError, match="lose small numbers.*compile under torch.autocast"):
+        PostValidated(adamw(half.parameters()), half, grad_scaler=torch.amp.GradScaler("cpu"))
     with refused(zbfx.ZbfxError, match="1 parameters of the optimizer are not the pipeline's"):
         PostValidated(adamw([*step.parameters(), torch.nn.Parameter(torch.ones(1))]), step)
     with refused(zbfx.ZbfxError, match="on_nonfinite='drop' checks at the end of every step, which is a barrier"):

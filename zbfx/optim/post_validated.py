@@ -91,7 +91,7 @@ class PostValidated(torch.optim.Optimizer):
         self.target, self.sync = step, sync
         self.rules = Rules(max_norm, check_finite)
         self.rollback = checked_rollback(rollback, optimizer)
-        self.grad_scaler = checked_scaler(grad_scaler, check_finite)
+        self.grad_scaler = checked_scaler(grad_scaler, check_finite, optimizer)
         self.pending: PendingStep | None = None
         self.verdict: Verdict | None = None
         self.counts = Counts()
@@ -248,7 +248,7 @@ class PostValidated(torch.optim.Optimizer):
         """Whether early steps are left out by the device, which fused optimizers can, and not by this process, which
         would wait for the gradients to read their norms."""
         fused = all(group.get("fused") for group in self.optimizer.param_groups)
-        return fused and type(self.optimizer) in WITH_FUSED and len(self.layout.chain) > 1
+        return fused and type(self.optimizer) in WITH_FUSED and len(self.layout.chain) > 1 and not self.sync
 
     def early_act(self, rank: int, partial: Verdict) -> Act:
         """What a rank does on a partial state: if a norm is too large already, or a gradient not finite, a step would

@@ -7,9 +7,16 @@ import torch
 from zbfx.errors import ZbfxError
 
 
-def checked_scaler(scaler: torch.amp.GradScaler | None, check_finite: bool) -> torch.amp.GradScaler | None:
+def checked_scaler(
+    scaler: torch.amp.GradScaler | None, check_finite: bool, optimizer: torch.optim.Optimizer
+) -> torch.amp.GradScaler | None:
     if scaler is None or not scaler.is_enabled():
         return None
+    if any(p.dtype is torch.float16 for group in optimizer.param_groups for p in group["params"]):
+        raise ZbfxError(
+            "gradients in float16 lose small numbers when they are divided by the scale; found float16 parameters. "
+            "Keep parameters in float32 and compile under torch.autocast(dtype=torch.float16)"
+        )
     if not check_finite:
         raise ZbfxError("a grad_scaler lowers its scale when a gradient is not finite: it needs check_finite=True")
     return scaler
