@@ -63,6 +63,7 @@ def canonicalize(joint: Joint) -> Joint:
     graph = copy_graph(joint.graph)
     for node in graph.nodes:
         refuse_collective(node)
+        refuse_sparse_gradient(node)
         node.meta.setdefault("val", None)
     joint = replace(joint, graph=graph)
     remove_identities(graph)
@@ -83,6 +84,14 @@ def refuse_collective(node: fx.Node) -> None:
             f"the model runs a collective, {node.target} (node {node.name}), at "
             f"{node.meta.get('stack_trace') or 'an unknown line'}: a stage runs on one rank, and the other ranks would "
             f"never join. Use plain tensors in the model, and other parallelism around the pipeline"
+        )
+
+
+def refuse_sparse_gradient(node: fx.Node) -> None:
+    if node.target is aten.embedding.default and (node.args[4:] or (node.kwargs.get("sparse"),))[0]:
+        raise TraceError(
+            f"an embedding has sparse=True (node {node.name}), at {node.meta.get('stack_trace') or 'an unknown line'}: "
+            f"its gradient would be dense here, since stages add to .grad in place. Set sparse=False"
         )
 
 

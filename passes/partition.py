@@ -9,12 +9,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 
 import networkx
 import numpy
 from torch import fx
 
-from zbfx.errors import ZbfxError
+from zbfx.errors import ZbfxError, listed
 from zbfx.graphs import Joint, Line, Placed, Port, Role, copy_graph
 from zbfx.passes.nodes import storage_owner, value_bytes
 from zbfx.passes.positions import line_up
@@ -109,8 +110,13 @@ def named_cuts(joint: Joint, line: Line, cuts: Sequence[str], stage_count: int) 
     for name in cuts:
         inside = [k for k, owner in enumerate(owners) if owner == name or owner.startswith(name + ".")]
         if not inside:
-            known = ", ".join(dict.fromkeys(owner for owner in owners if owner))
-            raise ZbfxError(f"cuts name submodules of the model that compute something; found {name!r}. Known: {known}")
+            known = list(dict.fromkeys(owner for owner in owners if owner))
+            close = get_close_matches(name, known, n=1)
+            meant = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ZbfxError(
+                f"cuts name submodules of the model that compute something; found {name!r}{meant}. "
+                f"Known: {listed(known)}"
+            )
         starts.append(inside[0])
     if starts != sorted(set(starts)) or starts[:1] == [0]:
         raise ZbfxError(

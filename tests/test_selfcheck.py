@@ -124,16 +124,16 @@ def test_wrong_split_is_refused() -> None:
 def test_runs_where_it_is_small_and_there_is_data(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def run(pipe: Any, choice: Any) -> Any:
-        seen.append(choice)
-        return pipe
+    def counted(pipe: Any, **options: Any) -> Any:
+        seen.append(len(pipe.stages))
+        return check(pipe, **options)
 
-    monkeypatch.setattr(selfcheck, "run", run)
+    monkeypatch.setattr(selfcheck, "check", counted)
     small = mlp(3)
     compiled(small, 2, 3)
-    compiled(small, 2, 3, check=False)
-    compiled(replace(small, model=copy.deepcopy(small.model).to("meta")), 2, 3)
+    compiled(small, 3, 3, check=False)
+    compiled(replace(small, model=copy.deepcopy(small.model).to("meta")), 3, 3)
     monkeypatch.setattr(selfcheck, "LARGEST_BYTES", 1000)
-    compiled(small, 2, 3)
-    compiled(small, 2, 3, check=True)
-    assert seen == ["auto", True]
+    compiled(small, 3, 3)
+    compiled(small, 1, 3, check=True)
+    assert seen == [2, 1]

@@ -160,18 +160,25 @@ def shapes(problem: Problem, step: Any) -> dict[str, Any]:
 
 
 class Shared(nn.Module):
-    """`frozen` is read by the first and the last rank; `late` too, but trains on the last alone."""
+    """`frozen` and the buffers are read by the first and the last rank; `late` too, but trains on the last alone."""
+
+    scale: Tensor
+    kept: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.frozen = nn.Parameter(torch.randn(8, 8), requires_grad=False)
         self.late = nn.Parameter(torch.randn(8, 8))
+        self.register_buffer("scale", torch.full((8,), 0.5))
+        self.register_buffer("kept", torch.arange(8) % 3 != 0)
         self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x @ self.frozen + x @ self.late.detach()))
-        return self.third(torch.tanh(self.second(x))) @ self.frozen + x.sum() * self.late.sum()
+        x = torch.where(self.kept, x, x * self.scale)
+        last = self.third(torch.tanh(self.second(x)) * self.scale).masked_fill(~self.kept, 0.1)
+        return last @ self.frozen + x.sum() * self.late.sum()
 
 
 def shared(rank: int) -> dict[str, Any]:
@@ -183,6 +190,8 @@ def shared(rank: int) -> dict[str, Any]:
     with torch.no_grad():
         for parameter in (problem.model.get_parameter(name) for name in ("frozen", "late")):
             parameter.add_(float(rank))
+        problem.model.get_buffer("scale").add_(float(rank))
+        problem.model.get_buffer("kept").logical_xor_(torch.tensor(rank > 0))
     return {"losses": run(pipe.bind(), problem, 2)["losses"], "local": local}
 
 

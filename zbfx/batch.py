@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zbfx._torch import pytree
-from zbfx.errors import InputError
+from zbfx.errors import InputError, listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class Signature:
         """The tensors of a call, its structure and constants checked against the example's. Raises `InputError`."""
         named, structure = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
         if structure != self.structure:
-            expected = ", ".join(leaf.name for leaf in self.leaves)
-            found = ", ".join(path_name(path, self.input_count) for path, _ in named)
+            expected = listed(leaf.name for leaf in self.leaves)
+            found = listed(path_name(path, self.input_count) for path, _ in named)
             raise InputError(
                 f"step takes the arguments of the example microbatch: expected ({expected}), found ({found})"
             )

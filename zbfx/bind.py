@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zbfx._torch import has_gradient_hooks
 from zbfx.comm import Channels
-from zbfx.errors import ZbfxError
+from zbfx.errors import ZbfxError, listed
 from zbfx.run import RankRunner
 
 
@@ -62,7 +62,7 @@ def refuse_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
     if hooked:
         raise ZbfxError(
             f"gradients accumulate into .grad inside the pipeline, where no hook runs; found hooks on the gradients of "
-            f"{', '.join(hooked)}. Remove them, and do their work after the step, on .grad"
+            f"{listed(hooked)}. Remove them, and do their work after the step, on .grad"
         )
 
 

@@ -258,8 +258,11 @@ class Channels:
         return work
 
     def copy(self, value: Tensor, source: int, target: int) -> None:
-        """Overwrite `value` on rank `target` with that of rank `source`; both call it."""
-        (self.isend(value, target) if self.rank == source else self.irecv(value, source)).wait()
+        """Overwrite `value` on rank `target` with that of rank `source`, bytes as they are; both call it."""
+        bits = value.contiguous().reshape(-1).view(torch.uint8)
+        (self.isend(bits, target) if self.rank == source else self.irecv(bits, source)).wait()
+        if self.rank == target:
+            value.copy_(bits.view(value.dtype).view(value.shape))
 
     def broadcast(self, value: Tensor, source: int) -> None:
         """Rank `source`'s value on every rank of this pipeline."""

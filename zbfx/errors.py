@@ -1,8 +1,25 @@
 """Errors that users see. Everything zbfx raises on purpose derives from `ZbfxError`."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
 
 class ZbfxError(ValueError):
     """A mistake in what the user handed over: says what was expected, what was found, where, and what to do."""
+
+
+def first_line(error: BaseException, limit: int = 300) -> str:
+    """What an error says, as far as a message can quote it: torch lists all its kernels in some."""
+    text = str(error).strip().partition("\n")[0]
+    return text if len(text) <= limit else text[:limit] + " ..."
+
+
+def listed(names: Iterable[object], limit: int = 12) -> str:
+    """Names with commas between, the first `limit` of them."""
+    found = [str(name) for name in names]
+    more = f", ... and {len(found) - limit} more" if len(found) > limit else ""
+    return ", ".join(found[:limit]) + more
 
 
 class NoFeasibleSchedule(ZbfxError):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zbfx.batch import dense_stride
-from zbfx.graphs import Stage
+from zbfx.graphs import Role, Stage
 from zbfx.plan import Action, Kind, Schedule, parts
 
 POST_AHEAD = 1  # actions between posting a receive and waiting for it
@@ -93,6 +93,15 @@ def parameter_holders(stages: Sequence[Stage], placement: Sequence[int]) -> dict
     holders: dict[str, set[int]] = defaultdict(set)
     for stage in stages:
         for name in (name for phase in stage.phases.values() for name in phase.parameters):
+            holders[name].add(placement[stage.index])
+    return {name: tuple(sorted(found)) for name, found in holders.items()}
+
+
+def buffer_holders(stages: Sequence[Stage], placement: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """The ranks that read or write each buffer."""
+    holders: dict[str, set[int]] = defaultdict(set)
+    for stage in stages:
+        for name in (name for phase in stage.phases.values() for name in phase.port_names(Role.BUFFER)):
             holders[name].add(placement[stage.index])
     return {name: tuple(sorted(found)) for name, found in holders.items()}
 

@@ -39,7 +39,7 @@ from zbfx.graphs import Joint, Stage
 from zbfx.guard import Guard
 from zbfx.loss import Reduction, separate_count
 from zbfx.memory import MemoryReport, RankMemory, memory_of
-from zbfx.messages import SharedGradient, messages_of, parameter_holders, shared_gradients
+from zbfx.messages import SharedGradient, buffer_holders, messages_of, parameter_holders, shared_gradients
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.extract import extract
 from zbfx.passes.partition import partition
@@ -269,10 +269,10 @@ class Pipeline:
         so are the random numbers. Pipelines along any other dimension of the mesh train apart.
 
         Moves the parameters of this rank's stages to the pipeline's device, checks that all ranks hold the same plan
-        and all replicas the same values, creates and warms the communicators, and makes parameters that several ranks
-        hold equal. `timeout_s` bounds every wait for another rank. `seed` fixes the random numbers; by default they
-        follow rank 0's `torch.manual_seed`. `on_nonfinite` (one verdict for all ranks) and `on_new_shape` as in
-        `run_local`.
+        and all replicas the same values, creates and warms the communicators, and makes parameters and buffers that
+        several ranks hold equal. `timeout_s` bounds every wait for another rank. `seed` fixes the random numbers; by
+        default they follow rank 0's `torch.manual_seed`. `on_nonfinite` (one verdict for all ranks) and `on_new_shape`
+        as in `run_local`.
 
         `zero=1` (ZeRO-1) leaves each replica the optimizer's state of a part of the parameters: `step.parameters()` are
         flat shards then, for an optimizer that works element by element, and the model's own parameters have their new
@@ -301,7 +301,8 @@ class Pipeline:
         engine = rank_engine(self, tensors, channels)
         runner = engine.runners[0]
         agree(channels, self.digest(), partial(move_to, engine.runners, self.device))
-        holders = parameter_holders(self.stages, self.schedule.costs.placement)
+        placement = self.schedule.costs.placement
+        holders = parameter_holders(self.stages, placement) | buffer_holders(self.stages, placement)
         copies = [(name, first, other) for name, (first, *others) in holders.items() for other in others]
         channels.open(message_pairs(self) | {(first, other) for _, first, other in copies})
         for name, first, other in copies:

@@ -15,7 +15,7 @@ import torch
 from zbfx import rng
 from zbfx.arguments import on_all_ranks
 from zbfx.check import Report, check
-from zbfx.errors import TraceError, ZbfxError
+from zbfx.errors import TraceError, ZbfxError, first_line
 from zbfx.passes.nodes import value_bytes
 
 if TYPE_CHECKING:
@@ -37,17 +37,18 @@ def checked_pipeline(pipe: Pipeline, choice: bool | str) -> Pipeline:
 
     Where "auto" runs into an error (random data may mean nothing to the model), the schedule's notes say so.
     """
-    if choice is False or (choice == "auto" and not is_small(pipe)):
-        return pipe
-    return on_all_ranks(partial(run, pipe, choice))
+    return pipe if choice is False else on_all_ranks(partial(run, pipe, choice))
 
 
 def run(pipe: Pipeline, choice: bool | str) -> Pipeline:
+    """Within one process: a model may have its data on one rank and none on another."""
+    if choice == "auto" and not is_small(pipe):
+        return pipe
     try:
         with undisturbed(pipe.device):
             report = check(pipe, tolerance=TOLERANCE, floor=TOLERANCE**2)
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {first_line(error)}"
         if choice is True:
             raise ZbfxError(f"check runs the model on random data of the example's kind, and failed: {text}") from error
         return replace(pipe, schedule=replace(pipe.schedule, notes=(*pipe.schedule.notes, f"not checked: {text}")))

@@ -21,13 +21,14 @@ from torch.overrides import TorchFunctionMode
 
 from zbfx import _torch
 from zbfx.batch import Signature
-from zbfx.errors import TraceError, ZbfxError
+from zbfx.errors import TraceError, ZbfxError, first_line
 from zbfx.graphs import Joint, Port, Role, copy_graph
 from zbfx.passes.sizes import inline_sizes
 from zbfx.sizes import Sizes
 from zbfx.tensor_parallel import fake_sharded, is_sharded, localize, place_gradients
 
 LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+UNKNOWN_LINE = "an unknown line"
 MODEL_PREFIX, LOSS_PREFIX = "model.", "loss_fn."
 
 
@@ -195,7 +196,8 @@ def trace(
     try:
         with fake_mode:
             module = _torch.capture_joint(objective, inputs)
-    except ZbfxError:
+    except ZbfxError as error:
+        refuse_flex_attention(error)
         raise
     except _torch.DATA_DEPENDENT_ERRORS as error:
         raise TraceError(
@@ -203,13 +205,20 @@ def trace(
             f"at {user_line(error)}. Use torch.where, or take the decision outside the model"
         ) from error
     except Exception as error:
+        refuse_flex_attention(error)
+        line = user_line(error)
+        if isinstance(error, TypeError) and line == UNKNOWN_LINE:
+            raise TraceError(
+                f"the model or loss_fn does not take the arguments of the example: {error}. Give example_inputs and "
+                f"example_kwargs as the model's forward takes them, and example_targets as loss_fn does after outputs"
+            ) from error
         if any("_higher_order_ops" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
             raise TraceError(
                 f"the model runs an operator that holds graphs of its own, like torch.cond, at {user_line(error)}: its "
                 f"backward cannot be split. Use torch.where, or take the decision outside the model"
             ) from error
         raise TraceError(
-            f"the model cannot be traced: {type(error).__name__}: {error}, at {user_line(error)}. Change that line, or "
+            f"the model cannot be traced: {type(error).__name__}: {first_line(error)}, at {line}. Change that line, or "
             f"make it an operator of its own (torch.library.custom_op with register_fake and register_autograd)"
         ) from error
     if any(map(is_sharded, model.parameters())):
@@ -299,7 +308,18 @@ def user_line(error: BaseException) -> str:
     stack = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in stack if not frame.filename.startswith(LIBRARY_FOLDERS)]
     frames = frames or [f for f in stack if "/nn/modules/" in f.filename and not f.filename.endswith("/module.py")]
-    return f"{frames[-1].filename}:{frames[-1].lineno} `{frames[-1].line}`" if frames else "an unknown line"
+    return f"{frames[-1].filename}:{frames[-1].lineno} `{frames[-1].line}`" if frames else UNKNOWN_LINE
+
+
+def refuse_flex_attention(error: BaseException) -> None:
+    """The scores of flex_attention are a graph inside an operator."""
+    stack = traceback.extract_tb(error.__traceback__)
+    if any(frame.filename.endswith("/nn/attention/flex_attention.py") for frame in stack):
+        raise TraceError(
+            f"the model calls flex_attention, at {user_line(error)}: what it does to the scores is a graph inside an "
+            f"operator, whose backward cannot be split (and does not exist on a CPU). Use "
+            f"torch.nn.functional.scaled_dot_product_attention, with the scores' bias or mask as attn_mask"
+        ) from error
 
 
 def as_joint(module: fx.GraphModule, signature: Signature, canonical: Mapping[str, str]) -> Joint:

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from tests.cases.common import WIDTH, layers, line_of, of, refusal
 from tests.models import Problem, numbers, squares
 from tests.reference import compiled
 from zbfx import InputError, TraceError
+from zbfx.errors import first_line, listed
 
 
 class Branch(nn.Module):
@@ -75,6 +77,21 @@ class Reentrant(Branch):
         return checkpoint(self.layer, torch.tanh(self.layer(x)), use_reentrant=True)
 
 
+class Flexible(Branch):
+    def forward(self, x: Tensor) -> Any:
+        h = self.layer(x).view(1, 1, *x.shape)
+        return flex_attention(h, h, h, score_mod=lambda score, *_: score * 2)
+
+
+class Sparse(Branch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, WIDTH, sparse=True)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(self.table((x > 0).long()))
+
+
 class Grows(Branch):
     def forward(self, x: Tensor) -> Any:
         self.seen = torch.cat([self.seen, self.seen])
@@ -91,6 +108,8 @@ TRACING: dict[str, tuple[type[nn.Module], str | None, str, str]] = {
     "backward of its own": (Backward, ".backward(", "Tensor.backward", "torch.autograd.Function"),
     "draws alike": (Draws, "dropout(h, 0.5)", "draws more than once", "x.clone()"),
     "reentrant checkpoint": (Reentrant, None, "use_reentrant=True", "use_reentrant=False"),
+    "flex attention": (Flexible, "flex_attention(h", "what it does to the scores is a graph", "as attn_mask"),
+    "sparse gradient": (Sparse, "self.table((x", "sparse=True (node embedding)", "Set sparse=False"),
     "buffer of another shape": (Grows, None, "replaces seen, torch.float64 of shape (6,), by", "Keep shape and dtype"),
 }
 
@@ -129,6 +148,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], str, str]] = {
     "cuts": ({"cuts": ["nowhere"]}, "'nowhere'", "Known: 0, 1, 2"),
     "order of cuts": ({"cuts": ["0"]}, "['0']", "in the order in which they run"),
     "schedule": ({"schedule": "zb-h9"}, "'zb-h9'", "zb-h1"),
+    "case of a schedule": ({"schedule": "ZB_H1"}, "'ZB_H1'", "did you mean 'zb-h1'?"),
+    "misspelt cut": ({"cuts": ["2x"]}, "'2x'", "did you mean '2'?"),
     "missing action": ({"schedule": ["F0.0 B0.0 W0.0", "F1.0 B1.0"]}, "missing", "F0.1"),
     "memory": ({"schedule": "auto", "mem_limit": 1}, "1", "smallest"),
     "loss reduction": ({"loss_reduction": "avg"}, "'avg'", "'mean', 'sum'"),
@@ -161,3 +182,27 @@ def test_batches(batch: tuple[Any, ...], found: str, way_out: str) -> None:
         step(*batch)
     assert found in str(caught.value)
     assert way_out in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "found"),
+    [
+        (lambda output, targets: squares(output - targets), "missing 1 required positional argument: 'targets'"),
+        (lambda: 0.0, "takes 0 positional arguments but 1 was given"),
+    ],
+)
+def test_arguments_that_the_call_does_not_take(loss_fn: Any, found: str) -> None:
+    message = refusal(Problem(layers(2), loss_fn, (numbers(6, WIDTH),)))
+    assert found in message
+    assert "example_targets as loss_fn does" in message
+    assert "unknown line" not in message
+
+
+def test_long_lists_and_long_errors_are_cut() -> None:
+    message = refusal(Problem(layers(60), squares, (numbers(6, WIDTH),)), cuts=["nowhere"])
+    assert "Known: 0, 1, 2" in message
+    assert message.endswith("... and 108 more")
+    assert len(message) < 250
+    assert listed(range(3)) == "0, 1, 2"
+    assert first_line(ValueError("what\nCPU: registered at ...")) == "what"
+    assert first_line(ValueError("x" * 400)) == "x" * 300 + " ..."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from fractions import Fraction
 
 from zbfx.errors import ZbfxError
@@ -103,7 +104,9 @@ def _plan_one(
             return build(schedule, costs, microbatches, GENERATORS[schedule](costs, microbatches), mem_limit)
         if schedule in SEARCHED:
             return _search(schedule, costs, microbatches, mem_limit, budget_s, seed)
-        raise ZbfxError(f"no schedule is called {schedule!r}; known: {', '.join(names())}")
+        close = get_close_matches(schedule.lower().replace("_", "-"), names(), n=1)
+        meant = f"; did you mean {close[0]!r}?" if close else ";"
+        raise ZbfxError(f"no schedule is called {schedule!r}{meant} Known: {', '.join(names())}")
     if isinstance(schedule, Schedule):
         return build(schedule.name, costs, microbatches, schedule.ranks, mem_limit)
     if callable(schedule):
