@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -173,9 +173,7 @@ def two_by_two(prepared: Compiled, rank: int) -> dict[str, Any]:
         if rank == 2:
             weight.copy_(mlp(M).model.get_parameter("0.weight"))
     results["zero 2"] = refusal(partial(pipe.bind, mesh, zero=2))
-    step = pipe.bind(mesh, zero=1)
-    adam = torch.optim.AdamW(step.parameters())
-    results["zero and verdicts"] = refusal(partial(PostValidated, adam, step, max_norm=1.0))
+    results["clipped"] = clipped(whole, pipe, mesh, replica)
     step = pipe.bind(mesh)
     whole.model.zero_grad()
     results["accumulated"] = accumulated(whole, step, problem)
@@ -203,6 +201,29 @@ def in_float32(microbatches: int) -> Problem:
     problem = gpt2(microbatches)
     problem.model.float()
     return problem
+
+
+def clipped(whole: Problem, pipe: zbfx.Pipeline, mesh: DeviceMesh, replica: int) -> list[dict[str, Any]]:
+    """Training whose steps are clipped after the fact, every one or some, without and with ZeRO-1."""
+    initial = {key: value.clone() for key, value in pipe.model.state_dict().items()}
+    found = []
+    for max_norm in (0.02, 0.05, 10.0):
+        for stage in (0, 1):
+            pipe.model.load_state_dict(initial)
+            step = pipe.bind(mesh, zero=stage)
+            optimizer = PostValidated(torch.optim.AdamW(step.parameters(), lr=1e-2), step, max_norm=max_norm)
+            losses = []
+            for count in range(8):
+                tensors = [t.roll(count, 0) for t in (*whole.inputs, *whole.targets)]
+                losses.append(part_of(step, replica, 2)(*tensors).item())
+                optimizer.step()
+                optimizer.zero_grad()
+            step.collect()
+            own = {n: p.detach().clone() for n, p in step.engine.runners[0].parameters.items()}
+            figures = {"losses": losses, "parameters": own, "counts": asdict(optimizer.counts)}
+            found.append(figures | {"norm": optimizer.verdict.norm if optimizer.verdict else None})
+    pipe.model.load_state_dict(initial)
+    return found
 
 
 def raise_on_purpose(*_: Any, **__: Any) -> Any:

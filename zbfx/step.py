@@ -183,6 +183,10 @@ class Step(ABC):
     def transports(self, programs: Sequence[Program], pairs: Collection[tuple[int, int]]) -> list[Transport]:
         """How further programs of this process's ranks exchange their messages, which go between these `pairs`."""
 
+    def whole_norms(self, norms: Tensor) -> Tensor:
+        """The norms of what an optimizer steps here, where each replica steps a part of it."""
+        return norms
+
     @abstractmethod
     def add_up(self, state: Tensor) -> None:
         """Overwrite `state` with its sum over all processes."""
@@ -357,9 +361,18 @@ class RankStep(Step):
         everywhere: list[Any] = self.channels.gather(own)
         return sorted((found for rank in everywhere for found in rank), key=lambda text: "gradient" in text)
 
+    def whole_norms(self, norms: Tensor) -> Tensor:
+        if self.engine.runners[0].shards is None:
+            return norms
+        squares = norms.square()
+        self.channels.sum_over_replicas(squares).wait()
+        return squares.sqrt()
+
     def collect(self) -> None:
         """With ZeRO-1: give the model's parameters their values after the optimizer's step, on all ranks together. The
         next step does it by itself."""
+        if self.optimizer is not None:
+            self.optimizer.settle()
         shards = self.engine.runners[0].shards
         if shards is not None:
             self.guarded(lambda: [self.channels.join_shards(flat).wait() for flat in shards.flat.values()])

@@ -13,12 +13,13 @@ from zbfx.codegen import optimizer_program
 from zbfx.cost import hardware_of
 from zbfx.engine import take_turns
 from zbfx.errors import ZbfxError
-from zbfx.messages import messages_of, parameter_holders
+from zbfx.messages import messages_of
 from zbfx.optim.inverse import Arithmetic, checked_rollback, obstacle_of
 from zbfx.optim.pending import PendingStep, hyperparameters, read
 from zbfx.optim.planned import OptimizerPlan, estimated, planned
 from zbfx.optim.scaler import checked_scaler, update_scale
 from zbfx.optim.state import Act, Layout, Rules, Verdict, gradient_norms
+from zbfx.optim.trained import Trained
 from zbfx.optim.undo import Undo
 from zbfx.run import RankRunner
 from zbfx.step import LocalStep, Step
@@ -102,14 +103,10 @@ class PostValidated(torch.optim.Optimizer):
         self.undos: dict[int, Undo] = {}  # by rank
         self.inverses: dict[int, Arithmetic] = {}
         pipe = step.engine.pipe
-        self.parameters = pipe.tensors().named
+        trained = Trained.of(step)
+        self.parameters, self.stages = trained.parameters, trained.stages
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        holders = self.holders = parameter_holders(pipe.stages, pipe.schedule.costs.placement)
-        self.stages: dict[str, set[int]] = {}
-        for stage in pipe.stages:
-            for phase in stage.phases.values():
-                for name in phase.gradients:
-                    self.stages.setdefault(name, set()).add(stage.index)
+        holders = self.holders = trained.holders
         names = [name for name in self.parameters if name in self.stages]
         self.layout = Layout.of(names, chain_of(pipe.schedule, pipe.loss_rank), holders)
         self.shares = []
@@ -224,7 +221,8 @@ class PostValidated(torch.optim.Optimizer):
             names = tuple(found)
             if names not in self.places:
                 self.places[names] = torch.tensor(self.layout.places(names), device=state.device)
-            state.index_copy_(0, self.places[names], torch.stack(gradient_norms(list(found.values()))))
+            norms = self.target.whole_norms(torch.stack(gradient_norms(list(found.values()))))
+            state.index_copy_(0, self.places[names], norms)
 
     def reduce(self, share: Share, partial: Tensor | None = None) -> Tensor:
         """The state with what this rank knows, and does on it."""
@@ -344,12 +342,7 @@ def checked_optimizer(optimizer: torch.optim.Optimizer, step: Step) -> torch.opt
             f"the second argument is the step whose parameters are optimized, from pipe.bind() or pipe.run_local(); "
             f"found {type(step).__name__}"
         )
-    if any(runner.shards is not None for runner in step.engine.runners):
-        raise ZbfxError(
-            "zero=1 leaves each replica a part of the gradients, of which no norm is known; use the optimizer itself, "
-            "or bind without zero"
-        )
-    known = {id(tensor) for tensor in step.engine.pipe.tensors().named.values()}
+    known = {id(tensor) for tensor in Trained.of(step).parameters.values()}
     strange = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
     if strange:
         raise ZbfxError(
