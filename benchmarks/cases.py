@@ -15,13 +15,15 @@ SYSTEMS = ("limit", "zbfx", "torch")
 class TorchSchedule:
     """A schedule of torch.distributed.pipelining: its name there, stages on each rank, and their placement.
 
-    Schedules with a `split_backward` refuse compiled stages.
+    Schedules with a `split_backward` refuse compiled stages. `checkpoint`: every block keeps its input alone, and is
+    computed again in the backward.
     """
 
     name: str
     stages_per_rank: int
     placement: str  # "loop" or "v"
     split_backward: bool
+    checkpoint: bool = False
 
 
 TORCH_SCHEDULES = {
@@ -32,6 +34,7 @@ TORCH_SCHEDULES = {
     "InterleavedZeroBubble": TorchSchedule("InterleavedZeroBubble", 2, "loop", True),
     "ZBVZeroBubble": TorchSchedule("ZBVZeroBubble", 2, "v", True),
     "DualPipeV": TorchSchedule("DualPipeV", 2, "v", True),
+    "1F1B+checkpoint": TorchSchedule("1F1B", 1, "loop", False, checkpoint=True),
 }
 
 
@@ -40,8 +43,9 @@ class Case:
     """One row of the benchmark: `m` microbatches of `b` sequences through one system.
 
     `split` is where the layers are cut: "bal" for equal load, "even" for equal numbers of blocks, "13+11" for these
-    numbers of blocks, "auto" for zbfx's own cuts. A zbfx `schedule` reads `name[@memory limit][*stages per rank][-]`,
-    for example "auto@1x" or "auto*2"; a trailing "-" keeps W and B one after the other.
+    numbers of blocks, "auto" for zbfx's own cuts. A zbfx `schedule` reads
+    `name[@memory limit][*stages per rank][+recompute][-]`, for example "auto@1x" or "1f1b+full"; "auto@60%" limits
+    every rank to this share of what the largest holds in 1F1B; a trailing "-" keeps W and B one after the other.
     """
 
     system: str
@@ -64,14 +68,18 @@ class ZbfxSchedule:
     name: str
     mem_limit: str | None
     stages_per_rank: int | None
+    recompute: str | None
     overlap: bool | None
 
     @classmethod
     def parse(cls, text: str) -> ZbfxSchedule:
-        match = re.fullmatch(r"([^@*]+?)(?:@([^*]+?))?(?:\*(\d+))?(-)?", text)
+        match = re.fullmatch(r"([^@*+]+?)(?:@([^*+]+?))?(?:\*(\d+))?(?:\+(\w+))?(-)?", text)
         if match is None:
-            raise ValueError(f"a zbfx schedule reads name[@memory limit][*stages per rank][-]; found {text!r}")
-        return cls(match[1], match[2], int(match[3]) if match[3] else None, False if match[4] else None)
+            raise ValueError(
+                f"a zbfx schedule reads name[@memory limit][*stages per rank][+recompute][-]; found {text!r}"
+            )
+        stages = int(match[3]) if match[3] else None
+        return cls(match[1], match[2], stages, match[4], False if match[5] else None)
 
 
 class Choices(Protocol):

@@ -25,17 +25,19 @@ def ours(case: Case, place: Place, costs: str) -> Runnable:
     if "inductor" in case.backend:
         place.fresh_compiler(case.name)
     example_ids, example_targets = batch(config, case.b, place.device)
-    pipe = zbfx.compile(
-        model,
-        stages=place.ranks,
-        microbatches=case.m,
-        example_inputs=(example_ids,),
-        example_targets=example_targets,
-        loss_fn=next_token_loss,
-        costs=costs,
-        device=place.device,
-        **choices(case, place),
-    )
+    arguments: dict[str, Any] = {
+        "stages": place.ranks,
+        "microbatches": case.m,
+        "example_inputs": (example_ids,),
+        "example_targets": example_targets,
+        "loss_fn": next_token_loss,
+        "device": place.device,
+    }
+    chosen = choices(case, place)
+    if str(chosen.get("mem_limit", "")).endswith("%"):
+        plain = zbfx.compile(model, **arguments, schedule="1f1b", overlap=False)
+        chosen["mem_limit"] = int(max(plain.schedule.peak_bytes) * float(chosen["mem_limit"][:-1]) / 100)
+    pipe = zbfx.compile(model, **arguments, costs=costs, **chosen)
     reset_peak(place.device)
     materialize(model, pipe, place)
     step = pipe.bind(timeout_s=place.timeout_s)
@@ -58,6 +60,8 @@ def choices(case: Case, place: Place) -> dict[str, Any]:
     """The arguments of `compile` that the case decides; what it leaves open is left to zbfx."""
     asked = ZbfxSchedule.parse(case.schedule)
     arguments: dict[str, Any] = {"schedule": asked.name}
+    if asked.recompute is not None:
+        arguments["recompute"] = asked.recompute
     if asked.mem_limit is not None:
         arguments["mem_limit"] = asked.mem_limit
     if asked.stages_per_rank is not None:

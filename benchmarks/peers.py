@@ -65,7 +65,9 @@ def mean_loss(case: Case, device: torch.device) -> Callable[[Tensor, Tensor], Te
 def pipeline_stage(index: int, piece: Piece, stage_count: int, case: Case, place: Place) -> PipelineStage:
     """A stage whose inputs' and outputs' shapes are given, so that no step is spent on finding them."""
     config = CONFIGS[case.config]
-    module: nn.Module = stage(config, piece, place.device, place.dtype)
+    own = stage(config, piece, place.device, place.dtype)
+    own.checkpoint = TORCH_SCHEDULES[case.schedule].checkpoint
+    module: nn.Module = own
     if case.backend == "inductor":
         module = torch.compile(module, dynamic=False)  # type: ignore[assignment]
 

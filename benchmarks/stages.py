@@ -8,6 +8,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks import gpt
 from benchmarks.gpt import Block, GPTConfig
@@ -38,6 +39,7 @@ class GPTStage(nn.Module):
     def __init__(self, config: GPTConfig, piece: Piece) -> None:
         super().__init__()
         self.piece = piece
+        self.checkpoint = False  # keep the input of every block alone, and compute it again in the backward
         if piece.first:
             self.tokens = nn.Embedding(config.vocabulary, config.hidden)
             self.positions = nn.Embedding(config.sequence, config.hidden)
@@ -50,7 +52,7 @@ class GPTStage(nn.Module):
         if self.piece.first:
             x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks.values():
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoint else block(x)
         return self.head(self.norm(x)) if self.piece.last else x
 
 

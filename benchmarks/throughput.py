@@ -36,6 +36,7 @@ from benchmarks.stages import CONFIGS, LayerCosts
 from benchmarks.world import FAILURE_GRACE_S, Journal, World, time_limit
 
 T = TypeVar("T")
+TORCH_DEFAULT = [name for name, kind in TORCH_SCHEDULES.items() if not kind.checkpoint]
 
 
 def words(text: str) -> list[str]:
@@ -56,9 +57,9 @@ def parser() -> argparse.ArgumentParser:
     )
     flags.add_argument("--splits", type=words, default=["bal", "even"], help="layer splits of torch and limit")
     flags.add_argument("--limit-backends", type=words, default=["eager", "inductor"])
-    flags.add_argument("--torch-schedules", type=words, default=list(TORCH_SCHEDULES))
+    flags.add_argument("--torch-schedules", type=words, default=TORCH_DEFAULT)
     flags.add_argument("--torch-backends", type=words, default=["eager", "inductor"])
-    flags.add_argument("--zbfx-schedules", type=words, default=["zb-1p"], help="name[@memory limit][*stages per rank]")
+    flags.add_argument("--zbfx-schedules", type=words, default=["zb-1p"], help="see benchmarks/cases.py")
     flags.add_argument("--zbfx-backends", type=words, default=["eager"])
     flags.add_argument("--zbfx-splits", type=words, default=["auto"], help="auto, bal, even")
     flags.add_argument("--costs", default="measure", help="what zbfx plans from: measure or estimate")
@@ -211,13 +212,19 @@ def report(case: Any, row: Any, elapsed_s: float) -> None:
     print(f"[{elapsed_s:5.0f} s] {case.name}: {outcome}", file=sys.stderr, flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    options = parser().parse_args(arguments)
+def prepared(options: argparse.Namespace) -> Benchmark | None:
+    """The benchmark of these flags; None if they ask for the list of its cases."""
     if options.list:
         print("\n".join(case.name for case in expand(options)))
-        return
+        return None
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
-    Benchmark(options, World.from_environment(options.device), expand(options)).run()
+    return Benchmark(options, World.from_environment(options.device), expand(options))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    benchmark = prepared(parser().parse_args(arguments))
+    if benchmark is not None:
+        benchmark.run()
 
 
 if __name__ == "__main__":

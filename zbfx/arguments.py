@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbfx.errors import ZbfxError
-from zbfx.plan import Schedule
+from zbfx.passes.recompute import LEVELS, Level
+from zbfx.plan import CostTable, Schedule
 
 V_SCHEDULES = ("zb-v", "zb-v-order", "v-half", "v-min")
 
@@ -79,6 +80,23 @@ def placement_of(schedule: Any, ranks: Any, stages_per_rank: Any) -> tuple[int, 
     if schedule == "interleaved-1f1b":
         return tuple(range(ranks)) * (stages_per_rank or 2)
     return tuple(range(ranks)) * (stages_per_rank or 1)
+
+
+def levels_of(recompute: Any, mem_limit: Any, costs: Any) -> tuple[Level, ...]:
+    """The levels of recomputation that a plan may use, least first."""
+    if recompute != "auto":
+        if recompute not in tuple(Level):
+            raise ZbfxError(f"recompute is one of {', '.join(Level)}, auto; found {recompute!r}")
+        return (Level(recompute),)
+    return LEVELS if mem_limit is not None and not isinstance(costs, CostTable) else LEVELS[:1]
+
+
+def placements_of(schedule: Any, ranks: Any, stages_per_rank: Any, *, fixed: bool) -> tuple[tuple[int, ...], ...]:
+    """The placements to compare under a limit in bytes; `fixed`: the stages are the user's."""
+    first = placement_of(schedule, ranks, stages_per_rank)
+    if fixed or schedule != "auto" or stages_per_rank is not None or ranks == 1:
+        return (first,)
+    return (first, placement_of("zb-v", ranks, None))
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -8,7 +8,7 @@ sizes by substitution.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from zbfx.graphs import Stage
+from zbfx.lifetimes import transient_bytes
 from zbfx.passes.nodes import expression, flops, hint, is_view, value_bytes
 from zbfx.plan import CostTable, Edge, Kind, StageCost
 
@@ -96,8 +97,11 @@ def larger(one: Any, other: Any) -> Any:
 
 
 def estimate(stages: Sequence[Stage], placement: Sequence[int], hardware: Hardware) -> CostTable:
-    """The cost table of these stages: seconds of each phase, M_B and M_W, and every edge between two stages."""
-    return formulas(stages, placement, hardware).at({})
+    """The cost table of these stages: seconds of each phase, M_B and M_W, transients, and every edge between two."""
+    table = formulas(stages, placement, hardware).at({})
+    transient = map(transient_bytes, stages)
+    costs = tuple(replace(s, transient_bytes=size) for s, size in zip(table.stages, transient, strict=True))
+    return replace(table, stages=costs)
 
 
 def formulas(stages: Sequence[Stage], placement: Sequence[int], hardware: Hardware) -> Formulas:
@@ -111,15 +115,13 @@ def stage_terms(stage: Stage, hardware: Hardware) -> dict[str, Any]:
     def phase_s(kind: Kind) -> Any:
         return total(node_s(node, hardware, expression) for node in stage.phases[kind].module.graph.nodes)
 
-    weight_saved_bytes = stage.stored_bytes(stage.phases[Kind.W].values)
     return {
         "forward_s": phase_s(Kind.F),
         "backward_input_s": phase_s(Kind.B),
         "backward_weight_s": phase_s(Kind.W),
         "beside_s": phase_s(Kind.B) + hardware.beside * phase_s(Kind.W),
-        # B needs room for what it leaves to W: where that is more than B frees, it counts from F on.
-        "saved_bytes": larger(stage.stored_bytes(stage.saved), weight_saved_bytes),
-        "weight_saved_bytes": weight_saved_bytes,
+        "saved_bytes": stage.saved_bytes,
+        "weight_saved_bytes": stage.weight_saved_bytes,
         "static_bytes": static_bytes(stage),
     }
 

@@ -204,12 +204,8 @@ def call_effect(
 
 
 def transient_bytes(stage: Stage) -> int:
-    """The most that one action of a stage needs beside M_B and M_W of its microbatch, and a message each way.
-
-    Conservative: messages count as if every one of them were on its way meanwhile.
-    """
-    held = {Kind.F: stage.saved_bytes, Kind.B: max(stage.saved_bytes, stage.weight_saved_bytes)}
-    held[Kind.W] = stage.weight_saved_bytes
+    """The most that one action of a stage, a fused backward among them, needs beside M_B of its microbatch, and its
+    messages. Conservative: as if every message were on its way meanwhile."""
     later = {Kind.F: (Kind.B, Kind.W), Kind.B: (Kind.W,), Kind.W: ()}
     live: set[str] = set()
     excess = [0]
@@ -222,7 +218,7 @@ def transient_bytes(stage: Stage) -> int:
         owned = {slot for owner, slot in first.items() if owner not in kept}
         sizes = {slot: owners[slot][1] for slot in first.values()}
         effect = call_effect(lifetimes(phase), groups, owned, sizes)
-        excess.append(stage.stored_bytes(live) + effect.peak - held[kind])
+        excess.append(stage.stored_bytes(live) + effect.peak - stage.saved_bytes)
         live |= set(phase.results)
         live = {name for name in live if stage.storages[name][0] in kept}
     received = {

@@ -13,9 +13,11 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 
 from zbfx import comm, streams
@@ -30,6 +32,7 @@ from zbfx.run import dying_values
 
 # Modules that read and write gradients alone, or, for the optimizer, a few numbers.
 STATIC = (PartialSum, AddToGradient, Gradient, GradientBucket, Bound)
+ADAM_SLOTS = 2.0
 CUDA_GRANULE = 512  # PyTorch's allocator on CUDA gives out multiples of it
 
 
@@ -295,12 +298,12 @@ def live_at(whole: Walk, moments: Sequence[Moment], index: int) -> tuple[tuple[s
 
 
 def memory_of(
-    programs: Sequence[Program],
     joint: Joint,
     signature: Signature,
     microbatches: int,
     device: torch.device,
     optimizer_slots: float,
+    programs: Sequence[Program],
 ) -> tuple[RankMemory, ...]:
     """What each rank holds in a step on such a device."""
     granule = CUDA_GRANULE if device.type == "cuda" else 1
@@ -316,6 +319,20 @@ def memory_of(
         )
         for program in programs
     )
+
+
+def free_bytes(device: torch.device, ranks: int) -> list[float]:
+    """What each rank's device has to give: free memory, which processes on one host's CPU share equally."""
+    if device.type == "cuda":
+        own = float(torch.cuda.mem_get_info(device)[0])
+    else:
+        pages = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        assert pages is not None, "Linux says how much memory is available"
+        own = float(pages[1]) * 1024 / ranks
+    found: list[Any] = [own] * ranks
+    if dist.is_initialized() and dist.get_world_size() == ranks:
+        dist.all_gather_object(found, own)
+    return found
 
 
 def workspace_bytes(device: torch.device) -> int:

@@ -23,8 +23,9 @@ from zbfx.arguments import (
     checked_overlap,
     checked_schedule,
     device_of,
+    levels_of,
     on_all_ranks,
-    placement_of,
+    placements_of,
     whole_number,
 )
 from zbfx.backends import CapturedStep, checked_backend, phase_compiler
@@ -34,24 +35,24 @@ from zbfx.boxed import emptying
 from zbfx.codegen import Program, generate
 from zbfx.engine import local_engine, message_pairs, rank_engine
 from zbfx.errors import ZbfxError
+from zbfx.fit import Forms, Request, fit
 from zbfx.flat import Shards
 from zbfx.graphs import Joint, Stage
 from zbfx.guard import Guard
 from zbfx.loss import Reduction, separate_count
-from zbfx.memory import MemoryReport, RankMemory, memory_of
+from zbfx.memory import ADAM_SLOTS, MemoryReport, RankMemory, free_bytes, memory_of
 from zbfx.messages import SharedGradient, buffer_holders, messages_of, parameter_holders, shared_gradients
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.extract import extract
 from zbfx.passes.partition import partition
+from zbfx.passes.recompute import Level
+from zbfx.passes.recompute import recompute as repeat
 from zbfx.passes.split import split, unsplit_notes
 from zbfx.place import find_place
 from zbfx.plan import CostTable, Schedule
 from zbfx.reductions import RankReductions
 from zbfx.replicas import replicated, sharded
 from zbfx.run import Tensors
-from zbfx.schedule import plan
-from zbfx.schedule.beside import run_beside
-from zbfx.schedule.registry import is_searched
 from zbfx.selfcheck import checked_choice, checked_pipeline
 from zbfx.step import LocalStep, RankStep, StepOptions
 from zbfx.tensor_parallel import local_parts
@@ -77,7 +78,8 @@ def compile(
     device: torch.device | str | None = None,
     backend: str = "eager",
     overlap: bool | None = None,
-    optimizer_slots: float = 0.0,
+    recompute: str = "auto",
+    optimizer_slots: float | None = None,
     check: bool | str = "auto",
 ) -> Pipeline:
     """Compile `model` into a pipeline over `stages` ranks. Nothing of the model changes, and nothing runs on its data.
@@ -97,8 +99,12 @@ def compile(
     loss_reduction   "mean" or "sum" of the microbatches' losses, where they come without a count
     schedule         a name of `zbfx.schedule.names()`, a Schedule, an order of actions per rank, or a function
                      `(costs, microbatches) -> orders`
-    mem_limit        what a rank may hold of parameters, gradients and activations: bytes, text like "24GiB", one number
-                     per rank, or a multiple like "2x" of the activations that 1F1B holds; None: no limit
+    mem_limit        what a rank may hold in all: bytes, text like "24GiB", one number per rank, or "auto", what is free
+                     on its device. The plan keeps it by order, recomputation, or two stages a rank in a V. A multiple
+                     like "2x" of the activations of 1F1B limits what is held between F, B and W alone. None: no limit
+    recompute        what B may compute again so that less is held: "none" (views), "cheap" (all but matrix products,
+                     convolutions and attention), "full" (everything, in segments), "auto": stage by stage as far as
+                     `mem_limit` asks for it
     costs            "estimate" (closed form), "measure" (times the phases on `device`, takes seconds), or a CostTable
     cuts             names of the submodules that begin the second stage, the third, ...; None: balanced cuts, found
     stages_per_rank  2 or more for interleaved stages; V schedules have 2
@@ -108,7 +114,7 @@ def compile(
     overlap          run Ws beside Bs of other microbatches, on a second stream, where that is quicker and the memory
                      limit allows it; Ws of searched schedules move for it. None: on CUDA devices
     optimizer_slots  tensors of a parameter's size that the optimizer keeps for each parameter, which count as held:
-                     2 for Adam, 1 for momentum
+                     2 for Adam, 1 for momentum. None: 2 under mem_limit="auto", else 0
     check            run `zbfx.check` on two random microbatches, and refuse a pipeline that computes other results than
                      the model, such as one whose graph holds a Python value that changes from call to call: True,
                      False, or "auto": where it takes about a second at most, and all tensors have data
@@ -120,7 +126,9 @@ def compile(
     inputs, kwargs, targets = checked_examples(example_inputs, example_kwargs, example_targets, loss_fn)
     device = checked_device(device) if device is not None else device_of(model)
     hardware = cost.hardware_of(device)
-    placement = placement_of(checked_schedule(schedule), stages, stages_per_rank)
+    fixed = isinstance(costs, CostTable) or cuts is not None
+    placements = placements_of(checked_schedule(schedule), stages, stages_per_rank, fixed=fixed)
+    levels = levels_of(recompute, mem_limit, costs)
     whole_number("microbatches", microbatches, "how many microbatches a step runs")
     backend, cuts, check = checked_backend(backend, device), checked_cuts(cuts), checked_choice(check)
     overlaps = checked_overlap(overlap, device)
@@ -136,35 +144,46 @@ def compile(
     examples = tuple(signature.flatten((*inputs, *targets), kwargs))
     raw = separate_count(raw)
     reduction = Reduction.of(raw, loss_reduction, microbatches)
-    joint = canonicalize(raw)
+    joint, random = canonicalize(raw), not backend.startswith("cudagraph")
     node_s = measure.node_timer(costs, joint, hardware, device)
-    placed = partition(joint, len(placement), seconds=node_s, bytes_per_s=hardware.link_bytes_per_s, cuts=cuts)
-    divided = split(placed)
-    stage_graphs = extract(divided)
-    table = measure.cost_table(costs, stage_graphs, placement, hardware, device, phase_compiler(backend))
-    best = measure.from_first_rank(plan(table, microbatches, schedule=schedule, mem_limit=mem_limit))
-    best = replace(best, notes=tuple(dict.fromkeys((*best.notes, *unsplit_notes(divided)))))
-    if overlaps:
-        apart = frozenset(stage.index for stage in stage_graphs if stage.runs_beside)
-        best = run_beside(best, apart, move=is_searched(schedule))
-    programs = generate(stage_graphs, best)
-    guard = Guard.of(model, loss_fn)
+
+    def stages_on(placement: Sequence[int]) -> Forms:
+        placed = partition(joint, len(placement), seconds=node_s, bytes_per_s=hardware.link_bytes_per_s, cuts=cuts)
+        divided = split(placed)
+
+        def at(level: Level) -> tuple[tuple[Stage, ...], CostTable]:
+            graphs = extract(repeat(divided, [level] * len(placement), in_flight=stages, random=random))
+            return graphs, measure.cost_table(costs, graphs, placement, hardware, device, phase_compiler(backend))
+
+        return Forms(at, tuple(unsplit_notes(divided)))
+
+    if mem_limit == "auto":
+        mem_limit = free_bytes(device, stages)
+        optimizer_slots = ADAM_SLOTS if optimizer_slots is None else optimizer_slots
+    optimizer_slots = optimizer_slots or 0.0
+    found = fit(
+        [partial(stages_on, placement) for placement in placements],
+        levels,
+        Request(microbatches, schedule, mem_limit, overlaps),
+        partial(memory_of, raw, signature, microbatches, device, optimizer_slots),
+    )
     pipe = Pipeline(
         model,
         loss_fn,
-        guard,
+        Guard.of(model, loss_fn),
         signature,
         examples,
         reduction,
         raw,
-        stage_graphs,
-        best,
-        programs,
+        found.stages,
+        found.schedule,
+        found.programs,
         device,
         backend,
         schedule,
         mem_limit,
         optimizer_slots,
+        found.levels,
         costs == "measure",
         local=local,
     )
@@ -194,6 +213,7 @@ class Pipeline:
     request: Any  # the schedule and the limit that compile was asked for
     mem_limit: Any
     optimizer_slots: float
+    levels: tuple[Level, ...]  # of recomputation, of each stage
     measured: bool = False  # whether costs were: then what replicas add to them is measured too
     reductions: tuple[RankReductions, ...] = ()  # per rank, what is summed over replicas; (): there is one
     local: Mapping[str, nn.Parameter] = field(default_factory=dict)  # this process's parts of sharded parameters
@@ -202,8 +222,8 @@ class Pipeline:
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
         """What each rank holds in a step, at every action, by storages (`zbfx.memory`)."""
-        joint, microbatches = self.joint, self.reduction.microbatches
-        return memory_of(self.programs, joint, self.signature, microbatches, self.device, self.optimizer_slots)
+        microbatches, slots = self.reduction.microbatches, self.optimizer_slots
+        return memory_of(self.joint, self.signature, microbatches, self.device, slots, self.programs)
 
     def memory_report(self) -> MemoryReport:
         """A record that prints what each rank holds: static parts, the peak, and what is live at the peak."""

@@ -33,6 +33,7 @@ def plan(
     schedule: Request = "auto",
     mem_limit: MemLimit = None,
     budget_s: float = 5.0,
+    rounds: int | None = None,
     seed: int = 0,
 ) -> Schedule:
     """Order F, B and W of every stage and microbatch on every rank.
@@ -41,7 +42,8 @@ def plan(
     is a name, an order per rank (actions, or text like "F0.0 F0.1 B0.0"), a Schedule, or a generator
     `(costs, microbatches) -> orders`. `mem_limit` counts bytes per rank, static bytes included: a number, one number
     per rank, a multiple like "2x" of what 1F1B's activations need, or None. Searched schedules stop when the lower
-    bound is met or after `budget_s`; the same seed takes the same way.
+    bound is met or after `budget_s`; the same seed takes the same way. With `rounds` of local search, and no integer
+    programs, the way also ends in the same place, unless `budget_s` ends it before.
     """
     begun = time.perf_counter()
     tables = [costs] if isinstance(costs, CostTable) else list(costs)
@@ -51,7 +53,7 @@ def plan(
     for index, table in enumerate(tables):
         share_s = (begun + budget_s - time.perf_counter()) / (len(tables) - index)
         try:
-            candidates.append(_plan_one(table, microbatches, schedule, mem_limit, share_s, seed))
+            candidates.append(_plan_one(table, microbatches, schedule, mem_limit, share_s, rounds, seed))
         except ZbfxError as refusal:
             refusals.append(refusal)
     if not candidates:
@@ -97,13 +99,19 @@ def read_orders(orders: Sequence[Sequence[Action] | str]) -> Ranks:
 
 
 def _plan_one(
-    costs: CostTable, microbatches: int, schedule: Request, mem_limit: MemLimit, budget_s: float, seed: int
+    costs: CostTable,
+    microbatches: int,
+    schedule: Request,
+    mem_limit: MemLimit,
+    budget_s: float,
+    rounds: int | None,
+    seed: int,
 ) -> Schedule:
     if isinstance(schedule, str):
         if schedule in GENERATORS:
             return build(schedule, costs, microbatches, GENERATORS[schedule](costs, microbatches), mem_limit)
         if schedule in SEARCHED:
-            return _search(schedule, costs, microbatches, mem_limit, budget_s, seed)
+            return _search(schedule, costs, microbatches, mem_limit, budget_s, rounds, seed)
         close = get_close_matches(schedule.lower().replace("_", "-"), names(), n=1)
         meant = f"; did you mean {close[0]!r}?" if close else ";"
         raise ZbfxError(f"no schedule is called {schedule!r}{meant} Known: {', '.join(names())}")
@@ -116,7 +124,13 @@ def _plan_one(
 
 
 def _search(
-    name: str, costs: CostTable, microbatches: int, mem_limit: MemLimit, budget_s: float, seed: int
+    name: str,
+    costs: CostTable,
+    microbatches: int,
+    mem_limit: MemLimit,
+    budget_s: float,
+    rounds: int | None,
+    seed: int,
 ) -> Schedule:
     """Search under the smaller of the user's limit and the schedule's own, then refine by integer programs.
 
@@ -128,8 +142,9 @@ def _search(
     limits = _tighter(limit_per_rank(costs, mem_limit), limit_per_rank(costs, wanted.mem_limit))
     require_feasible(costs, limits)
     small = 3 * len(costs.stages) * microbatches <= SMALL_ACTIONS
-    program_s = (wanted.program_share if small or name == "ilp" else LARGE_SHARE) * budget_s if solvers() else 0.0
-    search = Search(costs, microbatches, limits, seed, deadline_s - program_s)
+    programs = rounds is None and bool(solvers())
+    program_s = (wanted.program_share if small or name == "ilp" else LARGE_SHARE) * budget_s if programs else 0.0
+    search = Search(costs, microbatches, limits, seed, deadline_s - program_s, rounds)
     search.lead()
     compared = []
     if name == "auto" or search.running():
@@ -140,7 +155,8 @@ def _search(
                 compared.append(f"{other}: {str(refusal).splitlines()[0]}")
     search.try_fused()
     search.run()
-    refine_search(search, deadline_s)
+    if programs:
+        refine_search(search, deadline_s)
     search.fuse()
     found = search.result()
     schedule = build(name, costs, microbatches, found.ranks, limits)

@@ -72,6 +72,7 @@ class Search:
     limits: Sequence[Number] | None
     seed: int
     deadline_s: float  # a reading of perf_counter
+    rounds: int | None = None  # of local search; None: until the time is up
     notes: list[str] = field(default_factory=list)
     best: Listed | None = None
     generated: list[tuple[str, list[list[int]]]] = field(default_factory=list)
@@ -135,7 +136,9 @@ class Search:
         self.raise_bound()
         lines.sort(key=lambda line: line.cost)
         steps = FIRST_STEPS
-        while lines and self.running():
+        ended = 0
+        while lines and self.running() and ended != self.rounds:
+            ended += 1
             before = self.cost
             for line in lines:
                 if self.running():
@@ -209,7 +212,8 @@ class Search:
         if not stages:
             return
         until = perf_counter() + FUSED_SHARE * (self.deadline_s - perf_counter())
-        other = Search(fused_costs(self.costs, stages), self.microbatches, self.limits, self.seed, until)
+        costs = fused_costs(self.costs, stages)
+        other = Search(costs, self.microbatches, self.limits, self.seed, until, self.rounds)
         other.lead()
         other.run()
         if other.best is not None:

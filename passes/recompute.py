@@ -1,0 +1,259 @@
+"""Split -> Split that holds less between F, B and W, and computes more: the cut as a minimum cut.
+
+For each stage, what B and W read of F's values is either saved by F or computed again from what is saved. Saving costs
+the bytes of a storage, computing again the bytes that the op reads and writes, `WORTH` of which count as one byte held:
+the cheapest choice is a minimum cut (networkx). A value that B reads is computed again in B, and held from there if W
+reads it too; one that only W reads is computed again in B or in W, whatever leaves less to hold between the two (a
+second cut). So each value is computed again at most once. Copies come right before their first reader.
+
+Never computed again: reads of buffers that the model writes, and random ops where no generator can be set.
+
+Level   What may be computed again
+none    views, casts of parameters, values of inputs alone: what the stages are made of computes these anyway
+cheap   also everything but matrix products, convolutions and attention
+full    everything. The stage is cut into segments at its narrowest places, whose values are saved: B computes one
+        segment at a time, so that neither what is saved nor what one segment makes is large
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import sqrt
+from typing import Any
+
+import networkx
+from networkx.algorithms.flow import boykov_kolmogorov
+from torch import Tensor, fx
+
+from zbfx.graphs import Line, Placed, Role, Split, copy_graph
+from zbfx.passes.nodes import flop_formula, is_random, is_view, storage_owner, value_bytes
+from zbfx.plan import Kind
+
+WORTH = 25  # bytes moved, at the speed of memory, that sparing one byte for a while is worth
+
+
+class Level(StrEnum):
+    """How much of a stage's forward is computed again, least first."""
+
+    NONE = "none"
+    CHEAP = "cheap"
+    FULL = "full"
+
+
+LEVELS = tuple(Level)
+
+
+def recompute(split: Split, levels: Sequence[Level], *, in_flight: int, random: bool) -> Split:
+    """The split with copies of forward nodes in B and W, for each stage as its level says.
+
+    `in_flight`: microbatches that a stage holds at a time, which `full` weighs against the size of its segments.
+    `random`: whether random ops may be repeated.
+    """
+    if all(level is Level.NONE for level in levels):
+        return split
+    split = copied(split)
+    written = written_buffers(split.placed)
+    for stage, level in enumerate(levels):
+        if level is not Level.NONE:
+            nodes = StageNodes.of(split, stage)
+            kept = segment_ends(nodes, in_flight) if level is Level.FULL else set()
+
+            def may_repeat(node: fx.Node, level: Level = level, kept: Set[fx.Node] = kept) -> bool:
+                if node in kept or any(source in written for source in node.all_input_nodes):
+                    return False
+                return (random or not is_random(node)) and (level is Level.FULL or flop_formula(node) is None)
+
+            split = repeat_in_backward(split, nodes, may_repeat)
+    return split
+
+
+def copied(split: Split) -> Split:
+    """The same split of a copy of its graph."""
+    placed = split.placed
+    graph = copy_graph(placed.joint.graph)
+    new = dict(zip(placed.joint.graph.nodes, graph.nodes, strict=True))
+    line = Line(
+        tuple(new[node] for node in placed.line.forward),
+        {new[node]: k for node, k in placed.line.position.items() if node in new},
+        frozenset(new[node] for node in placed.line.gradients if node in new),
+        {new[node]: new[first] for node, first in placed.line.original.items() if node in new},
+    )
+    stage_of = {new[node]: stage for node, stage in placed.stage_of.items()}
+    placed = replace(placed, joint=replace(placed.joint, graph=graph), line=line, stage_of=stage_of)
+    return Split(placed, {new[node]: kind for node, kind in split.phase_of.items()})
+
+
+def written_buffers(placed: Placed) -> set[fx.Node]:
+    names = {port.name for port in placed.joint.outputs if port.role is Role.BUFFER_UPDATE}
+    ports = placed.joint.input_ports()
+    return {node for node, port in ports.items() if port.role is Role.BUFFER and port.name in names}
+
+
+@dataclass(frozen=True)
+class StageNodes:
+    """The nodes of one stage, in graph order: of F, and of B and W with their kinds; and what F received."""
+
+    stage: int
+    forward: tuple[fx.Node, ...]
+    backward: Mapping[fx.Node, Kind]
+    received: Set[fx.Node]
+
+    @classmethod
+    def of(cls, split: Split, stage: int) -> StageNodes:
+        placed, phase_of = split.placed, split.phase_of
+        own = [node for node in placed.joint.graph.nodes if placed.stage_of.get(node) == stage]
+        forward = tuple(node for node in own if phase_of[node] is Kind.F)
+        read = {source for node in own for source in node.all_input_nodes if source in phase_of}
+        received = {node for node in read if placed.stage_of[node] != stage and phase_of[node] is Kind.F}
+        backward = {node: phase_of[node] for node in own if phase_of[node] is not Kind.F}
+        return cls(stage, forward, backward, received)
+
+    def read_by(self, kinds: Set[Kind]) -> set[fx.Node]:
+        """The values of F, or that F received, that phases of these kinds read."""
+        known = {*self.forward, *self.received}
+        return {s for node, kind in self.backward.items() if kind in kinds for s in node.all_input_nodes if s in known}
+
+
+def repeat_in_backward(split: Split, nodes: StageNodes, may_repeat: Callable[[fx.Node], bool]) -> Split:
+    """Put copies of the forward nodes that the cuts choose into B and W of one stage."""
+    for_b, for_w = nodes.read_by({Kind.B}), nodes.read_by({Kind.W})
+    chosen = cheapest_repeats(for_b | for_w, lambda n: moved_bytes(n) if may_repeat(n) else None, nodes)
+    in_b = closure(for_b, chosen)
+    later = closure(for_w, chosen) - in_b
+    # Those are computed somewhere in any case: what counts is what is held between B and W.
+    in_w = closure(for_w, cheapest_repeats(for_w, lambda n: 0 if n in later else None, nodes)) & later
+    in_b = closure(in_b | (later - in_w), chosen)
+    kind_of = dict.fromkeys(in_w - in_b, Kind.W) | dict.fromkeys(in_b, Kind.B)
+    return insert_copies(split, nodes, kind_of)
+
+
+def moved_bytes(node: fx.Node) -> int:
+    """What an op reads and writes; one more for the op itself."""
+    read = sum(value_bytes(source) for source in node.all_input_nodes if source.meta.get("val") is not None)
+    return 1 + value_bytes(node) + read
+
+
+def is_free(node: fx.Node) -> bool:
+    """A view, or an entry of a tuple: computed wherever it is needed."""
+    return is_view(node) or node.target is operator.getitem
+
+
+def cheapest_repeats(
+    needed: Set[fx.Node], repeat_cost: Callable[[fx.Node], int | None], nodes: StageNodes
+) -> set[fx.Node]:
+    """Which forward nodes behind `needed` to compute again so that what is saved and what is computed cost least.
+
+    Every node is an edge, from "again" to "there". Cutting it is saving the value; cutting the edge from the source to
+    "again", for `repeat_cost` (None: impossible), is computing the node again, for which its inputs must be there.
+    """
+    network = networkx.DiGraph()
+    network.add_nodes_from(("source", "sink"))
+    forward = set(nodes.forward)
+    pending, seen = list(needed), set(needed)
+    for node in needed:
+        network.add_edge((node, "there"), "sink")
+    while pending:
+        node = pending.pop()
+        own = node in forward
+        cost = (0 if is_free(node) else repeat_cost(node)) if own else None
+        whole = isinstance(node.meta["val"], Tensor) and not (own and is_view(node))
+        add_edge(network, (node, "again"), (node, "there"), WORTH * value_bytes(storage_owner(node)) if whole else None)
+        add_edge(network, "source", (node, "again"), cost)
+        for source in node.all_input_nodes if own else ():
+            if source in forward or source in nodes.received:
+                network.add_edge((source, "there"), (node, "again"))
+                if source not in seen:
+                    seen.add(source)
+                    pending.append(source)
+    _, (_, late) = networkx.minimum_cut(network, "source", "sink", flow_func=boykov_kolmogorov)
+    return {entry[0] for entry in late if isinstance(entry, tuple) and entry[1] == "again" and entry[0] in forward}
+
+
+def add_edge(network: networkx.DiGraph, start: Any, end: Any, capacity: int | None) -> None:
+    """An edge that costs so much to cut; None: that cannot be cut."""
+    if capacity is None:
+        network.add_edge(start, end)
+    else:
+        network.add_edge(start, end, capacity=capacity)
+
+
+def closure(needed: Set[fx.Node], chosen: Set[fx.Node]) -> set[fx.Node]:
+    """The chosen nodes that `needed` and they themselves read, without views of what is saved: a phase makes those."""
+    found: set[fx.Node] = set()
+    pending = [node for node in needed if node in chosen]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += [source for source in node.all_input_nodes if source in chosen]
+    real: set[fx.Node] = set()
+    for node in sorted(found):
+        if not is_free(node) or node.all_input_nodes[0] in real:
+            real.add(node)
+    return real
+
+
+def insert_copies(split: Split, nodes: StageNodes, kind_of: Mapping[fx.Node, Kind]) -> Split:
+    """Copies of the nodes, each right before the first that reads it; readers in B and W read them. The graph of
+    `split`, which nobody else holds, is changed."""
+    placed = split.placed
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def copy_before(reader: fx.Node, node: fx.Node) -> None:
+        pending = [node]
+        while pending:
+            missing = [s for s in pending[-1].all_input_nodes if s in kind_of and s not in copies]
+            if missing:
+                pending += missing
+                continue
+            node = pending.pop()
+            if node in copies:
+                continue
+            with placed.joint.graph.inserting_before(reader):
+                copies[node] = placed.joint.graph.node_copy(node, lambda source: copies.get(source, source))
+            copies[node].meta = {**node.meta, "is_backward": True}
+
+    for reader in nodes.backward:
+        for source in reader.all_input_nodes:
+            if source in kind_of:
+                if source not in copies:
+                    copy_before(reader, source)
+                reader.replace_input_with(source, copies[source])
+    line = placed.line
+    original = {**line.original, **{copy: line.original.get(node, node) for node, copy in copies.items()}}
+    position = {**line.position, **{copy: line.position[node] for node, copy in copies.items()}}
+    stage_of = {**placed.stage_of, **dict.fromkeys(copies.values(), nodes.stage)}
+    placed = replace(placed, line=replace(line, original=original, position=position), stage_of=stage_of)
+    return Split(placed, {**split.phase_of, **{copy: kind_of[node] for node, copy in copies.items()}})
+
+
+def segment_ends(nodes: StageNodes, in_flight: int) -> set[fx.Node]:
+    """The values to save at the ends of segments. So many segments that what they save for `in_flight` microbatches,
+    and what one of them makes, are least in sum."""
+    count = len(nodes.forward)
+    place = {node: k for k, node in enumerate(nodes.forward)}
+    span: dict[fx.Node, tuple[int, int]] = {}
+    for node in (*nodes.received, *nodes.forward):
+        uses = [place[user] for user in node.users if user in place]
+        owner = storage_owner(node) if node in place and storage_owner(node) in place else node
+        low, high = span.get(owner, (place.get(node, -1), -1))
+        span[owner] = (low, max([high, *uses]))
+    crossing = [0] * (count + 1)
+    for owner, (low, high) in span.items():
+        for k in range(low + 1, high + 1):
+            crossing[k] += value_bytes(owner)
+    made = [0] * (count + 1)  # bytes that the backward reads, made before each position
+    read = {storage_owner(node) for node in nodes.read_by({Kind.B, Kind.W})}
+    for k, node in enumerate(nodes.forward):
+        made[k + 1] = made[k] + (value_bytes(node) if node in read else 0)
+    inside = [k for k in range(1, count) if 0 < made[k] < made[count] and crossing[k]]
+    if not inside:
+        return set()
+    least = min(crossing[k] for k in inside)
+    narrow = [k for k in inside if crossing[k] <= 1.05 * least]
+    segments = max(1, round(sqrt(made[count] / (in_flight * least))))
+    ends = {min(narrow, key=lambda k: abs(made[k] * segments - j * made[count])) for j in range(1, segments)}
+    return {owner for owner, (low, high) in span.items() if any(low < k <= high for k in ends)}
