@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import zbfx
+from examples.train_gpt import parse
 from tests.models import Problem, gpt2, mean_squares, mlp, numbers, unet_batch_norm
+from tests.optim.demo import losses
 from tests.optimizers import INVERTIBLE, OPTIMIZERS, Result, adamw, same_bits, train
 from tests.reference import compiled, cut, default_dtype, loss_of
 from zbfx import rng
@@ -391,3 +393,13 @@ def test_half_precision_overflow_in_one_stage_lowers_the_scale() -> None:
         tracker = 0 if verdict.skipped else tracker + 1
         assert after == (scale / 2 if verdict.skipped else scale * 2 if tracker == 2 else scale)
         tracker %= 2
+
+
+def test_losses_of_the_demo_equal_those_with_a_barrier() -> None:
+    """A smaller one, for fewer steps; `python -m tests.optim.demo --steps 200` trains the demo's own."""
+    sizes = {"steps": 8, "layers": 4, "hidden": 48, "sequence": 32, "microbatches": 4}
+    job = parse([text for name, value in sizes.items() for text in (f"--{name}", str(value))])
+    (found, counts), (expected, _) = losses(job, sync=False), losses(job, sync=True)
+    assert found == expected
+    assert counts.repeated == counts.clipped > 0
+    assert found[-1] < 0.9 * found[0]
