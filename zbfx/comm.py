@@ -404,7 +404,7 @@ class GroupTransport:
     def receive(self, key: str) -> tuple[Tensor, ...]:
         works, values = self.posted.pop(key)
         for work in works:
-            self.wait(work, f"message {key} from rank {self.messages[key].source}")
+            self.wait(work, f"message {key} from rank {self.messages[key].source}, which")
         return values
 
     def send(self, key: str, values: tuple[Tensor, ...]) -> None:
@@ -414,20 +414,20 @@ class GroupTransport:
 
     def release(self, key: str) -> None:
         for work, _ in self.sent.pop(key, ()):  # `join` may have waited for it
-            self.wait(work, f"message {key} to rank {self.messages[key].target}")
+            self.wait(work, f"message {key} to rank {self.messages[key].target}, which")
 
     def reduce(self, key: str, gradients: Tensor) -> None:
         start = self.channels.sum_shards if key in self.sharded else self.channels.sum_over_replicas
         self.reducing[key] = start(gradients)
 
     def reduced(self, key: str) -> None:
-        self.wait(self.reducing.pop(key), f"the sum of {key} over the replicas, of which one")
+        self.wait(self.reducing.pop(key), f"the sum of {key} over the replicas, one of which")
 
     def gather(self, key: str, parameters: Tensor) -> None:
         self.gathering[key] = self.channels.join_shards(parameters)
 
     def gathered(self, key: str) -> None:
-        self.wait(self.gathering.pop(key), f"the replicas' shards of {key}, of which one")
+        self.wait(self.gathering.pop(key), f"the shards of {key} from the replicas, one of which")
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
@@ -449,7 +449,7 @@ class GroupTransport:
             work.wait()
         except RuntimeError as error:
             raise PipelineFault(
-                f"{self.name}: waiting for {what}, which is lost, or slower than the timeout: {error}"
+                f"{self.name}: waiting for {what} is lost, or slower than the timeout: {error}"
             ) from error
 
     def drop(self) -> None:

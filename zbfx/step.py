@@ -290,7 +290,7 @@ class RankStep(Step):
         try:
             everywhere = self.channels.gather_peers((own, str(refusal)))
         except RuntimeError as error:
-            lost = f"{self.channels.name}: waiting for the other replicas' batches, of which one is lost, or slower"
+            lost = f"{self.channels.name}: waiting for the batches of the replicas, one of which is lost, or slower"
             self.fault = self.channels.fail(PipelineFault(f"{lost} than the timeout: {error}"))
             raise PipelineFault(self.fault) from error
         if refusal is not None:
