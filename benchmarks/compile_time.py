@@ -30,6 +30,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import zbfx
+import zbfx.fit
 import zbfx.measure
 import zbfx.pipeline
 from benchmarks.gpt import CONFIGS, GPT, next_token_loss
@@ -58,8 +59,9 @@ STEPS = {
     "split": (zbfx.pipeline, "split"),
     "extract": (zbfx.pipeline, "extract"),
     "cost": (zbfx.measure, "cost_table"),
-    "plan": (zbfx.pipeline, "plan"),
-    "codegen": (zbfx.pipeline, "generate"),
+    "plan": (zbfx.fit, "plan"),
+    "codegen": (zbfx.fit, "generate"),
+    "memory": (zbfx.fit, "timed"),
 }
 
 

@@ -4,8 +4,8 @@ A limit in bytes is a promise. What a plan holds is what its programs hold (`zbf
 than the limit is returned. Candidates are planned under caps on activations, a fixed set of them: what fits a limit
 fits a larger one too, so that time never rises with the limit. A limit as a multiple ("1x") bounds M_B and M_W alone.
 
-Recomputation is raised rung by rung, one stage at a time, where most is held first. A rung is skipped when even without
-bubbles it would take longer than the best plan found.
+Recomputation is raised rung by rung, half of the stages at a time, those where most is held first. A rung is skipped
+when even its lower bound is longer than the best plan found.
 """
 
 from __future__ import annotations
