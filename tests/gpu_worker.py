@@ -57,6 +57,7 @@ def gradients(step: Any, *batch: Tensor) -> dict[str, Tensor]:
         for parameter in step.parameters():
             parameter.grad = None
         loss = step(*batch)
+    step.close()
     return {"loss": loss.cpu(), **{name: p.grad.cpu() for name, p in step.named_parameters()}}
 
 
@@ -109,6 +110,7 @@ def steady(device: torch.device) -> dict[str, dict[str, Any]]:
             seconds.append(time.perf_counter() - begun)
             allocated.append(torch.cuda.memory_allocated(device))
             reserved.append(torch.cuda.memory_reserved(device))
+        step.close()
         late = seconds[10:]
         found[backend] = {
             "loss": float(loss),

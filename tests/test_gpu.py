@@ -23,10 +23,10 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 
 def launch(world: int, scenario: str, folder: Path) -> list[Any]:
     """Every rank's result."""
-    command = ["-m", "torch.distributed.run", f"--nproc-per-node={world}", "tests/gpu_worker.py", scenario, str(folder)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     done = subprocess.run(
-        [sys.executable, *command],
+        [*torchrun, "tests/gpu_worker.py", scenario, str(folder)],
         cwd=ROOT,
         env=environment,
         timeout=LIMIT_S,

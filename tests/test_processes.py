@@ -127,6 +127,11 @@ def test_rank_and_number_of_processes_must_fit(four: Results) -> None:
         assert "the pipeline has 3 ranks, torch.distributed has 4" in message
 
 
+def test_a_closed_step_says_so(four: Results) -> None:
+    for message in refusals(four, "closed", "ZbfxError"):
+        assert message == "this step was closed; bind the pipeline again to go on"
+
+
 def test_bad_batch_is_refused_before_anything_is_sent(four: Results) -> None:
     for message in refusals(four, "bad batch", "InputError"):
         assert "expected shape (6, 8)" in message

@@ -82,6 +82,9 @@ def four_ranks(rank: int) -> dict[str, Any]:
     results |= faults(rank, step, problem)
     step = compiled(mlp(3), 4, 3).bind()
     results["bound again"] = step(*problem.inputs, *problem.targets).item()
+    step.close()
+    step.close()
+    results["closed"] = refusal(lambda: step(*problem.inputs, *problem.targets))
     return results
 
 

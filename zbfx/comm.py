@@ -349,12 +349,16 @@ class Channels:
             str(error) if isinstance(error, PipelineFault) else f"{self.name}: {type(error).__name__}: {error}"
         )
         traceback.clear_frames(error.__traceback__)  # pending operations in their locals keep connections open
+        self.close()
+        return first
+
+    def close(self) -> None:
+        """Close all connections."""
         groups = [*self.pairs.values(), self.group, self.peers, self.control, self.family]
         for group in dict.fromkeys(group for group in groups if group is not None):
             dist.destroy_process_group(group)
         self.pairs.clear()
         self.group = self.family = self.peers = self.control = None
-        return first
 
     def first_fault(self, own: str) -> str:
         try:

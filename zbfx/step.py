@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 Batch = tuple[Engine, Sequence[Sequence[Tensor]]]  # what runs a call, and the tensors of its microbatches
 
+CLOSED = "this step was closed"
 NEW_SHAPES = ("refuse", "recompile", "symbolic")
 
 
@@ -266,6 +267,22 @@ class RankStep(Step):
         self.fault: str | None = None
         self.refusals = 0
 
+    def close(self) -> None:
+        """End the step: let go of its captured graphs, and close its connections.
+
+        All ranks call this before `torch.distributed.destroy_process_group`, which may wait for ever for a communicator
+        that a graph still holds.
+        """
+        if self.fault is None:
+            if self.optimizer is not None:
+                self.optimizer.settle()
+            if self.engine.pipe.device.type == "cuda":
+                torch.cuda.synchronize(self.engine.pipe.device)
+            for engine in (self.engine, *self.others.values()):
+                engine.captured = None
+            self.channels.close()
+            self.fault = CLOSED
+
     def admit(self, take: Callable[[], Batch]) -> Batch:
         """Before the first send: what one replica refuses, all refuse, and all have batches of the same shapes."""
         try:
@@ -332,6 +349,8 @@ class RankStep(Step):
         return loss
 
     def guarded(self, work: Callable[[], T], engine: Engine | None = None) -> T:
+        if self.fault == CLOSED:
+            raise ZbfxError(f"{CLOSED}; bind the pipeline again to go on")
         if self.fault is not None:
             raise PipelineFault(
                 f"this pipeline has failed before and cannot go on; bind it again. It failed with: {self.fault}"
