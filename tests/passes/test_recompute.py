@@ -6,12 +6,13 @@ import functools
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import zbfx
 from benchmarks.gpt import GPT, GPTConfig, next_token_loss
 from tests.live_bytes import measured_peaks
-from tests.models import Problem, gpt, mlp
-from tests.reference import assert_same, compiled, placed, stepped
+from tests.models import Problem, gpt, mlp, numbers, squares
+from tests.reference import Gradients, assert_same, compiled, gradients, placed, stepped
 from zbfx.passes.extract import extract
 from zbfx.passes.recompute import Level, recompute
 from zbfx.passes.split import split
@@ -65,3 +66,42 @@ def test_below_the_smallest_limit_an_error_names_it_and_at_it_there_is_a_plan() 
     assert max(memory.peak_bytes for memory in pipe.memory) <= smallest
     with pytest.raises(zbfx.NoFeasibleSchedule, match=f"{smallest:,}"):
         compiled(problem, 2, 2, schedule="auto", mem_limit=smallest - 1)
+
+
+class Noisy(nn.Module):
+    """Blocks of two kinds of dropout around batch norms, which write their statistics as they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(6))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + nn.functional.dropout(torch.tanh(norm(layer(x))), 0.4)
+            x = nn.functional.dropout2d(torch.sigmoid(x), 0.2)
+        return x
+
+
+@functools.cache
+def noisy_step(level: str) -> tuple[tuple[Tensor, Gradients], dict[str, Tensor], float]:
+    """Loss and gradients of the second of two steps, the buffers after it, and what the stages save."""
+    torch.manual_seed(0)
+    problem = Problem(Noisy(), squares, (numbers(6, 4, 6, 6),))
+    pipe = compiled(problem, 2, 3, recompute=level, check=False)
+    run = pipe.run_local(seed=5)
+    for _ in range(2):
+        problem.model.zero_grad()
+        loss = run(*problem.inputs)
+    saved_bytes = sum(float(stage.saved_bytes) for stage in pipe.stages)
+    return (loss, gradients(problem.model)), dict(problem.model.named_buffers()), saved_bytes
+
+
+@pytest.mark.parametrize("level", ["cheap", "full"])
+def test_dropout_masks_are_drawn_again_and_buffers_written_once(level: str) -> None:
+    expected, expected_buffers, most = noisy_step("none")
+    found, buffers, saved_bytes = noisy_step(level)
+    assert saved_bytes < most
+    assert_same(found, expected, tolerance=0)
+    assert all(torch.equal(buffers[name], value) for name, value in expected_buffers.items())
+    assert [buffers[f"norms.{i}.num_batches_tracked"].item() for i in range(6)] == [2 * 3] * 6
