@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import zbfx
 from tests.live_bytes import measured_peaks
 from tests.models import Maker, bert, gpt, gpt2, mlp, unet_batch_norm, unet_group_norm, vit
 from tests.reference import beside, compiled, rescheduled
+from zbfx.boxed import emptying
+from zbfx.codegen import PhaseCall
 
 MICROBATCHES = 5
 LINEAR = ("gpipe", "1f1b", "zb-h1", "zb-h2")
@@ -35,6 +38,19 @@ def test_peak_of_every_rank_is_predicted_to_the_byte(make: Maker, schedule: str)
         pipe = rescheduled(pipe, MICROBATCHES, schedule)
     counters = measured_peaks(pipe, rows_of(make, pipe))
     assert [memory.highest.peak_bytes for memory in pipe.memory] == [counter.peak for counter in counters]
+
+
+@pytest.mark.parametrize("make", [gpt2, unet_batch_norm])
+def test_phases_that_hold_their_arguments_are_predicted_too(make: Maker) -> None:
+    """As compiled ones do."""
+    pipe = compiled(make(MICROBATCHES), 2, MICROBATCHES, schedule="zb-h1")
+    for program in pipe.programs:
+        for module in program.module.modules():
+            if isinstance(module, PhaseCall):
+                module.run = emptying(module.phase.module)
+    found = [memory.highest.peak_bytes for memory in replace(pipe, backend="inductor").memory]
+    assert found == [counter.peak for counter in measured_peaks(pipe, rows_of(make, pipe))]
+    assert all(more > less.highest.peak_bytes for more, less in zip(found, pipe.memory, strict=True))
 
 
 def test_values_of_a_w_beside_a_b_are_held_until_it_is_joined() -> None:

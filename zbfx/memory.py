@@ -257,10 +257,11 @@ def layout_bytes(layout: Any) -> int:
     return size
 
 
-def rank_memory(program: Program, static: Static, granule: int = 1) -> RankMemory:
-    """Walk a program, with sizes in multiples of `granule`."""
+def rank_memory(program: Program, static: Static, granule: int = 1, *, empties: bool = True) -> RankMemory:
+    """Walk a program, with sizes in multiples of `granule`. `empties`: phases let go of what they read last."""
     named = [(name, called(module)) for name, module in program.module.named_children()]
-    phases = {name: lifetimes(module.phase, granule) for name, module in named if isinstance(module, PhaseCall)}
+    calls = {name: module for name, module in named if isinstance(module, PhaseCall)}
+    phases = {name: lifetimes(call.phase, granule, empties=empties) for name, call in calls.items()}
     walk = Walk(program, phases, {}, strides_of(program), granule)
     walk.run()
     moments = tuple(walk.moments)
@@ -303,9 +304,13 @@ def memory_of(
     microbatches: int,
     device: torch.device,
     optimizer_slots: float,
+    backend: str,
     programs: Sequence[Program],
 ) -> tuple[RankMemory, ...]:
-    """What each rank holds in a step on such a device."""
+    """What each rank holds in a step on such a device.
+
+    Phases that are compiled hold their arguments to the end, and count with the storages of the ops they are made from.
+    """
     granule = CUDA_GRANULE if device.type == "cuda" else 1
     whole = {spec.name for spec in signature.tensors if spec.batch_dim is None}
     return tuple(
@@ -316,6 +321,7 @@ def memory_of(
                 workspace=workspace_bytes(device),
             ),
             granule,
+            empties="inductor" not in backend,
         )
         for program in programs
     )

@@ -165,7 +165,7 @@ def compile(
         [partial(stages_on, placement) for placement in placements],
         levels,
         Request(microbatches, schedule, mem_limit, overlaps),
-        partial(memory_of, raw, signature, microbatches, device, optimizer_slots),
+        partial(memory_of, raw, signature, microbatches, device, optimizer_slots, backend),
     )
     pipe = Pipeline(
         model,
@@ -223,7 +223,7 @@ class Pipeline:
     def memory(self) -> tuple[RankMemory, ...]:
         """What each rank holds in a step, at every action, by storages (`zbfx.memory`)."""
         microbatches, slots = self.reduction.microbatches, self.optimizer_slots
-        return memory_of(self.joint, self.signature, microbatches, self.device, slots, self.programs)
+        return memory_of(self.joint, self.signature, microbatches, self.device, slots, self.backend, self.programs)
 
     def memory_report(self) -> MemoryReport:
         """A record that prints what each rank holds: static parts, the peak, and what is live at the peak."""
