@@ -69,6 +69,11 @@ def test_twenty_steps_equal_in_bits_to_one_process(four: Results, schedule: str)
     assert all(torch.equal(parameter, local["parameters"][name]) for name, parameter in parameters.items())
 
 
+def test_case_57_256_microbatches(four: Results) -> None:
+    """More messages than any backend queues at once."""
+    assert [four[rank]["256"] for rank in range(4)] == [four[0]["256 local"]] * 4
+
+
 def test_every_rank_owns_the_parameters_of_its_stage(four: Results) -> None:
     owned = [set(four[rank]["zb-h1"]["parameters"]) for rank in range(4)]
     assert sum(map(len, owned)) == len(set().union(*owned))

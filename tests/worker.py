@@ -69,6 +69,10 @@ def four_ranks(rank: int) -> dict[str, Any]:
     problem = gpt(5)
     pipe = compiled(problem, 4, 5)
     results["local"] = run(pipe.run_local(), problem, STEPS) if rank == 0 else None
+    problem = mlp(256)
+    pipe = compiled(problem, 4, 256, schedule="zb-h1")
+    results["256"] = pipe.bind()(*problem.inputs, *problem.targets).item()
+    results["256 local"] = pipe.run_local()(*problem.inputs, *problem.targets).item() if rank == 0 else None
     pipe = compiled(mlp(3), 4, 3)
     results["other order"] = refusal((rescheduled(pipe, 3, "1f1b") if rank == 2 else pipe).bind)
     results["other graph"] = refusal(compiled(skipping() if rank == 1 else mlp(3), 4, 3).bind)
