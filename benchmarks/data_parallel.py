@@ -127,6 +127,7 @@ class ReplicaBenchmark(Benchmark):
         self.place = replace(self.place, rank=world.rank % options.ranks, ranks=options.ranks)
         self.alone_ms: dict[ReplicaCase, float] = {}
         self.planned: dict[str, Any] = {}
+        self.links: dict[int, Link] = {}
 
     def row(self, index: int, **results: Any) -> ReplicaRow:
         return ReplicaRow(**asdict(self.cases[index]), **results, **self.machine)
@@ -177,9 +178,11 @@ class ReplicaBenchmark(Benchmark):
         return Runnable(lambda: step(ids, targets), list(step.parameters()), close=close)
 
     def link(self, mesh: DeviceMesh, ranks: int) -> Link:
-        """The sums over these replicas, timed."""
-        channels = Channels(find_place(ranks, mesh), self.world.device, dist.constants.default_pg_timeout)
-        return measured_link(channels)
+        """The sums over these replicas, timed once: plans with whole Ws and with parts compare only under one figure."""
+        if ranks not in self.links:
+            channels = Channels(find_place(ranks, mesh), self.world.device, dist.constants.default_pg_timeout)
+            self.links[ranks] = measured_link(channels)
+        return self.links[ranks]
 
     def looped(self, case: ReplicaCase, ids: Tensor, targets: Tensor) -> Runnable:
         """Gradients accumulated over the microbatches in a loop."""

@@ -119,7 +119,7 @@ def test_missing_file_and_unknown_schedule(costs: str, capsys: pytest.CaptureFix
     assert main(["plan", "--costs", "no.json", "--microbatches", "2"]) == 2
     assert capsys.readouterr().err == "zbfx: error: cannot read the cost table no.json: No such file or directory\n"
     assert main(["plan", "--costs", costs, "--microbatches", "2", "--schedule", "zb-9"]) == 2
-    assert "no schedule is called 'zb-9'; known: " in capsys.readouterr().err
+    assert "no schedule is called 'zb-9'; did you mean 'zb-v'? Known: gpipe, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

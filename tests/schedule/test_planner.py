@@ -143,7 +143,7 @@ def test_no_time_still_gives_a_schedule() -> None:
 
 def test_unknown_names_and_bad_requests() -> None:
     costs = CostTable.chain([StageCost(2, 3, 5)] * 2, 1)
-    with pytest.raises(ZbfxError, match="no schedule is called 'zb-3p'; known: "):
+    with pytest.raises(ZbfxError, match="no schedule is called 'zb-3p'; did you mean 'zb-2p'\\? Known: gpipe, "):
         plan(costs, 2, schedule="zb-3p")
     with pytest.raises(ZbfxError, match="at least one microbatch; found 0"):
         plan(costs, 0)
