@@ -178,7 +178,7 @@ class ReplicaBenchmark(Benchmark):
         return Runnable(lambda: step(ids, targets), list(step.parameters()), close=close)
 
     def link(self, mesh: DeviceMesh, ranks: int) -> Link:
-        """The sums over these replicas, timed once: plans with whole Ws and with parts compare only under one figure."""
+        """The sums over these replicas, timed once: plans compare under one figure."""
         if ranks not in self.links:
             channels = Channels(find_place(ranks, mesh), self.world.device, dist.constants.default_pg_timeout)
             self.links[ranks] = measured_link(channels)
