@@ -39,9 +39,9 @@ from benchmarks.measure import Measured, Runnable, measure, reset_peak
 from benchmarks.ours import materialize
 from benchmarks.peers import mean_loss
 from benchmarks.stages import CONFIGS, batch, layers_per_stage, pieces, stage
-from benchmarks.throughput import Benchmark, numbers, words
+from benchmarks.throughput import Benchmark, numbers, run_flags, words
 from benchmarks.world import World
-from zbfx.comm import Channels
+from zbfx.channels import Channels
 from zbfx.cost import Link
 from zbfx.measure import measured_link
 from zbfx.place import find_place
@@ -73,19 +73,10 @@ class ReplicaCase:
         )
 
 
-@dataclass(frozen=True)
-class ReplicaRow:
+@dataclass(frozen=True, slots=True)
+class ReplicaRow(ReplicaCase):
     """Times in milliseconds, every step as long as its slowest rank; memory per process in GiB."""
 
-    system: str
-    sums: str
-    schedule: str
-    backend: str
-    config: str
-    b: int
-    m: int
-    replicas: int
-    ranks: int
     step_ms: float | None = None
     slowest_ms: float | None = None
     exposed_ms: float | None = None
@@ -299,11 +290,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--costs", default="measure", help="what zbfx plans from: measure or estimate")
     flags.add_argument("--warmup", type=int, default=3)
     flags.add_argument("--repeats", type=int, default=10)
-    flags.add_argument("--case-timeout-s", type=float, default=150.0)
-    flags.add_argument("--budget-s", type=float, default=float("inf"), help="start no case after this long")
-    flags.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    flags.add_argument("--commit", help="recorded in every row; asked from git by default")
-    flags.add_argument("--out", type=Path, default=Path("data_parallel.jsonl"), help="rows are appended")
+    run_flags(flags, "data_parallel.jsonl")
     flags.add_argument("--list", action="store_true", help="print the cases and stop")
     return flags
 

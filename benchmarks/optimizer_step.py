@@ -44,7 +44,7 @@ from benchmarks.measure import barrier, peak_gib, reset_peak, synchronize
 from benchmarks.ours import choices, materialize, own_parameters
 from benchmarks.place import Place
 from benchmarks.stages import CONFIGS, batch, fill
-from benchmarks.throughput import describe, words
+from benchmarks.throughput import describe, run_flags, words
 from benchmarks.world import World, time_limit
 from zbfx.optim import PostValidated
 from zbfx.optim.post_validated import Counts
@@ -92,11 +92,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--warmup", type=int, default=4)
     flags.add_argument("--repeats", type=int, default=20, help="steps a round")
     flags.add_argument("--rounds", type=int, default=3)
-    flags.add_argument("--case-timeout-s", type=float, default=150.0)
-    flags.add_argument("--budget-s", type=float, default=float("inf"), help="start no case after this long")
-    flags.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    flags.add_argument("--commit", help="recorded in every row; asked from git by default")
-    flags.add_argument("--out", type=Path, default=Path("optimizer_step.jsonl"), help="rows are appended")
+    run_flags(flags, "optimizer_step.jsonl")
     return flags
 
 

@@ -47,6 +47,15 @@ def numbers(text: str) -> list[int]:
     return [int(word) for word in words(text)]
 
 
+def run_flags(flags: argparse.ArgumentParser, out: str) -> None:
+    """The flags of every benchmark that runs case after case."""
+    flags.add_argument("--case-timeout-s", type=float, default=150.0)
+    flags.add_argument("--budget-s", type=float, default=float("inf"), help="start no case after this long")
+    flags.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    flags.add_argument("--commit", help="recorded in every row; asked from git by default")
+    flags.add_argument("--out", type=Path, default=Path(out), help="rows are appended")
+
+
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--config", choices=list(CONFIGS), default="350M")
@@ -68,11 +77,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--first", action="append", default=[], metavar="REGEX", help="run the cases it finds first")
     flags.add_argument("--warmup", type=int, default=3)
     flags.add_argument("--repeats", type=int, default=10)
-    flags.add_argument("--case-timeout-s", type=float, default=150.0)
-    flags.add_argument("--budget-s", type=float, default=float("inf"), help="start no case after this long")
-    flags.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    flags.add_argument("--commit", help="recorded in every row; asked from git by default")
-    flags.add_argument("--out", type=Path, default=Path("throughput.jsonl"), help="rows are appended")
+    run_flags(flags, "throughput.jsonl")
     flags.add_argument("--list", action="store_true", help="print the cases and stop")
     return flags
 

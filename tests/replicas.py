@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zbfx
 from tests.models import Maker, Problem, gpt, gpt2, mlp
 from tests.reference import compiled, loss_of, relative_error, rescheduled
-from tests.worker import LIMIT_S, main, refusal
+from tests.worker import LIMIT_S, main, refusal, train
 from zbfx.arguments import placement_of
 from zbfx.optim import PostValidated
 from zbfx.schedule import names
@@ -58,20 +58,6 @@ def pipelines(replicas: int, ranks: int, make: Maker, schedules: Iterable[str], 
             pipe = traced[placement] = compiled(part(whole, 0, replicas), ranks, M, schedule=schedule, **options)
         found[f"{make.__name__} {schedule}"] = (whole, pipe)
     return found
-
-
-def train(
-    problem: Problem, step: Callable[..., Tensor], parameters: Iterable[nn.Parameter], steps: int = STEPS
-) -> list[float]:
-    """Losses of so many steps, each on the batch rolled by one more row."""
-    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
-    losses = []
-    for count in range(steps):
-        optimizer.zero_grad()
-        inputs, targets = (tuple(t.roll(count, 0) for t in group) for group in (problem.inputs, problem.targets))
-        losses.append(step(*inputs, *targets).item())
-        optimizer.step()
-    return losses
 
 
 def alone(problem: Problem, steps: int = STEPS) -> dict[str, Any]:

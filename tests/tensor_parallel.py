@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import zbfx
 from tests.models import llama
 from tests.reference import compiled, relative_error
-from tests.replicas import STEPS, M, alone, part, train
-from tests.worker import main, refusal
+from tests.replicas import STEPS, M, alone, part
+from tests.worker import main, refusal, train
 
 PLAN = {
     **{f"self_attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")},

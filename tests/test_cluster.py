@@ -13,7 +13,7 @@ import zbfx
 from tests.models import Maker, gpt, gpt2, mlp, unet_batch_norm
 from tests.reference import compiled, rescheduled, stepped
 from zbfx import comm
-from zbfx.codegen import GradientBucket, PhaseCall
+from zbfx.calls import GradientBucket, PhaseCall
 from zbfx.cost import Link
 from zbfx.passes.cluster import inseparable, part
 from zbfx.plan import Kind

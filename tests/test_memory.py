@@ -13,7 +13,7 @@ from tests.live_bytes import measured_peaks
 from tests.models import Maker, bert, gpt, gpt2, mlp, unet_batch_norm, unet_group_norm, vit
 from tests.reference import beside, compiled, rescheduled
 from zbfx.boxed import emptying
-from zbfx.codegen import PhaseCall
+from zbfx.calls import PhaseCall
 
 MICROBATCHES = 5
 LINEAR = ("gpipe", "1f1b", "zb-h1", "zb-h2")

@@ -19,8 +19,8 @@ from torch import Tensor
 from zbfx.engine import Engine, take_turns
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Phase
+from zbfx.rank_step import RankStep
 from zbfx.run import restore
-from zbfx.step import RankStep
 from zbfx.variants import FORWARD
 
 if TYPE_CHECKING:

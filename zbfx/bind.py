@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zbfx._torch import has_gradient_hooks
-from zbfx.comm import Channels
+from zbfx.channels import Channels
 from zbfx.errors import ZbfxError, listed
 from zbfx.run import RankRunner
 

@@ -5,31 +5,20 @@ Nothing here is global: programs get their transport as an argument.
 
 from __future__ import annotations
 
-import time
-import traceback
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbfx._torch import group_store, join_shards, sum_shards
 from zbfx.errors import PipelineFault
-from zbfx.place import Place
 
 if TYPE_CHECKING:
     from zbfx.batch import TensorSpec
+    from zbfx.channels import Channels
     from zbfx.messages import Message, TensorLayout
-
-
-NCCL_BLOCKS = 2  # thread blocks per communicator: enough to hide a message behind an action
-NCCL_REDUCTION_BLOCKS = 8  # of a communicator that reduces gradients beside the last Ws
-FAULT_KEY = "fault"
-FAULT_GRACE = timedelta(seconds=3)  # how long a rank that lost a connection waits for the reason
 
 
 class Microbatch(NamedTuple):
@@ -179,197 +168,6 @@ class LocalTransport:
 
     def drop(self) -> None:
         self.mailbox.clear()
-
-
-def new_group(
-    processes: Iterable[int], timeout: timedelta, device: torch.device, blocks: int = NCCL_BLOCKS
-) -> dist.ProcessGroup:
-    """A process group; every process of the world calls this, member or not.
-
-    A receive that waits keeps its thread blocks spinning on the device: NCCL gets few of them, and a stream whose
-    kernels start ahead of queued compute.
-    """
-    if device.type != "cuda":
-        return dist.new_group(sorted(processes), timeout=timeout, backend="gloo")
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = blocks
-    return dist.new_group(sorted(processes), timeout=timeout, backend="nccl", pg_options=options)
-
-
-class Channels:
-    """The process groups of one pipeline: one for each direction of each pair of ranks, one of all its ranks, and,
-    where it has replicas, one of all processes of all replicas (`family`) and one of this rank's in each (`peers`).
-
-    Every process of the world creates the groups of all pipelines, in one order. `open` creates and warms the groups
-    of the pairs, by every rank in the same order: communicators that are created lazily, inside a running pipeline,
-    deadlock as soon as receives are posted ahead.
-    """
-
-    def __init__(self, place: Place, device: torch.device, timeout: timedelta) -> None:
-        self.place, self.device, self.timeout = place, device, timeout
-        self.group = self.own_group(place.pipelines())
-        self.family, self.peers, self.control = self.group, None, None
-        if len(place.replicas) > 1:
-            self.family = self.own_group(p for family in place.families for p in [[d for r in family for d in r]])
-            lines = [line for family in place.families for line in zip(*family, strict=True)]
-            self.peers = self.own_group(lines, NCCL_REDUCTION_BLOCKS)
-            self.control = self.own_group(lines, device=torch.device("cpu"))
-            self.sum_over_replicas(torch.zeros(1, device=device)).wait()
-        self.store = group_store(self.family)
-        self.pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
-        self.opened: set[tuple[int, int]] = set()  # of all ranks, the same on each
-
-    @property
-    def rank(self) -> int:
-        return self.place.rank
-
-    @property
-    def name(self) -> str:
-        return self.place.name
-
-    def own_group(
-        self, parties: Iterable[Iterable[int]], blocks: int = NCCL_BLOCKS, device: torch.device | None = None
-    ) -> Any:
-        """Create the group of each party, all processes alike; returns that of this process, None if it has none."""
-        own = None
-        for party in map(sorted, parties):
-            group = new_group(party, self.timeout, device or self.device, blocks)
-            own = group if dist.get_rank() in party else own
-        return own
-
-    def open(self, pairs: Collection[tuple[int, int]]) -> None:
-        """Open a channel for each (source, target) that has none; the ranks must agree on `pairs`, or they wait for
-        each other."""
-        for source, target in sorted(set(pairs) - self.opened):
-            self.opened.add((source, target))
-            group = self.own_group((pipeline[source], pipeline[target]) for pipeline in self.place.pipelines())
-            if self.rank in (source, target):
-                self.pairs[source, target] = group
-                self.copy(torch.zeros(1, device=self.device), source, target)
-
-    def isend(self, value: Tensor, target: int) -> dist.Work:
-        work = dist.isend(value, dst=self.place.processes[target], group=self.pairs[self.rank, target])
-        assert work is not None, "this process is one of the two"
-        return work
-
-    def irecv(self, value: Tensor, source: int) -> dist.Work:
-        work = dist.irecv(value, src=self.place.processes[source], group=self.pairs[source, self.rank])
-        assert work is not None, "this process is one of the two"
-        return work
-
-    def copy(self, value: Tensor, source: int, target: int) -> None:
-        """Overwrite `value` on rank `target` with that of rank `source`, bytes as they are; both call it."""
-        bits = value.contiguous().reshape(-1).view(torch.uint8)
-        (self.isend(bits, target) if self.rank == source else self.irecv(bits, source)).wait()
-        if self.rank == target:
-            value.copy_(bits.view(value.dtype).view(value.shape))
-
-    def broadcast(self, value: Tensor, source: int) -> None:
-        """Rank `source`'s value on every rank of this pipeline."""
-        dist.broadcast(value, src=self.place.processes[source], group=self.group)
-
-    def sum_over_replicas(self, value: Tensor) -> dist.Work:
-        """Start to sum a value of this rank over the replicas, in place."""
-        work: dist.Work | None = dist.all_reduce(value, group=self.peers, async_op=True)
-        assert work is not None, "this process is a member"
-        return work
-
-    def shard(self, flat: Tensor) -> Tensor:
-        """This replica's part of a flat tensor."""
-        return flat.chunk(len(self.place.replicas))[self.place.replica]
-
-    def sum_shards(self, flat: Tensor) -> dist.Work:
-        """Start to sum a flat tensor over the replicas; only this one's part of it is then the sum."""
-        assert self.peers is not None, "shards need replicas"
-        return sum_shards(self.shard(flat), flat, self.peers)
-
-    def join_shards(self, flat: Tensor) -> dist.Work:
-        """Start to collect each replica's part of a flat tensor from it."""
-        assert self.peers is not None, "shards need replicas"
-        return join_shards(flat, self.shard(flat), self.peers)
-
-    def from_replicas(self, value: Tensor) -> Tensor:
-        """This rank's value in every replica, stacked along a new first dimension."""
-        values = [torch.empty_like(value) for _ in self.place.replicas]
-        dist.all_gather(values, value, group=self.peers)
-        return torch.stack(values)
-
-    def from_first_replica(self, value: Tensor) -> Tensor:
-        """This rank's value in replica 0."""
-        value = value.clone()
-        dist.broadcast(value, src=self.place.peers[0], group=self.peers)
-        return value
-
-    def add_up(self, value: Tensor) -> None:
-        """Overwrite `value` on every rank with the sum over all ranks."""
-        dist.all_reduce(value, group=self.group)
-
-    def barrier(self) -> None:
-        """Wait until every rank's device has come this far, in all replicas."""
-        for process in (process for replica in self.place.replicas for process in replica):
-            dist.broadcast(torch.zeros(1, device=self.device), src=process, group=self.family)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def gather(self, value: object) -> list[Any]:
-        """The picklable value of every rank of every replica, in order, on every one."""
-        values: list[Any] = [None] * dist.get_world_size(self.family)
-        dist.all_gather_object(values, value, group=self.family)
-        return values
-
-    def gather_ranks(self, value: object) -> list[Any]:
-        """The same over the ranks of this pipeline alone."""
-        values: list[Any] = [None] * len(self.place.processes)
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def gather_peers(self, value: object) -> list[Any]:
-        """The picklable value of this rank in every replica; goes round the device."""
-        if self.control is None:
-            return [value]
-        values: list[Any] = [None] * len(self.place.peers)
-        dist.all_gather_object(values, value, group=self.control)
-        return values
-
-    def refused_by_all(self, step: int) -> bool:
-        """Called by a rank that refuses its batch: whether all ranks do, within a few seconds."""
-        key = f"refused {step}"
-        everyone = len(self.place.names())
-        deadline = time.monotonic() + FAULT_GRACE.total_seconds()
-        refusals = self.store.add(key, 1)
-        while refusals < everyone and time.monotonic() < deadline:
-            time.sleep(0.02)
-            refusals = self.store.add(key, 0)
-        return refusals >= everyone
-
-    def fail(self, error: BaseException) -> str:
-        """Tell the other ranks why this one fails, or learn why they do, and close all connections: ranks that wait
-        for this one fail at once. Returns the first failure of all ranks."""
-        first = self.first_fault(
-            str(error) if isinstance(error, PipelineFault) else f"{self.name}: {type(error).__name__}: {error}"
-        )
-        traceback.clear_frames(error.__traceback__)  # pending operations in their locals keep connections open
-        self.close()
-        return first
-
-    def close(self) -> None:
-        """Close all connections."""
-        groups = [*self.pairs.values(), self.group, self.peers, self.control, self.family]
-        for group in dict.fromkeys(group for group in groups if group is not None):
-            dist.destroy_process_group(group)
-        self.pairs.clear()
-        self.group = self.family = self.peers = self.control = None
-
-    def first_fault(self, own: str) -> str:
-        try:
-            # A rank that lost a connection leaves the first word to the rank that broke it.
-            if "waiting for" in own:
-                with suppress(Exception):
-                    self.store.wait([FAULT_KEY], FAULT_GRACE)
-            # The store takes the first value that arrives and returns it to all.
-            return self.store.compare_set(FAULT_KEY, "", own).decode()
-        except Exception:
-            return own  # the process that holds the store is gone
 
 
 @dataclass

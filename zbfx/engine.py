@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zbfx import comm, rng
+from zbfx.channels import Channels
 from zbfx.reductions import RankReductions
 from zbfx.run import RankRunner, Tensors
 
@@ -29,13 +30,13 @@ class Engine:
     runners: Sequence[RankRunner]
     weight: Tensor
     loss_gradient: Tensor
-    channels: comm.Channels | None = None
+    channels: Channels | None = None
     scale: Callable[[], float] = lambda: 1.0
     captured: Any = None
     runs: int = 0
 
     @classmethod
-    def of(cls, pipe: Pipeline, runners: Sequence[RankRunner], channels: comm.Channels | None = None) -> Engine:
+    def of(cls, pipe: Pipeline, runners: Sequence[RankRunner], channels: Channels | None = None) -> Engine:
         weight = torch.zeros((), dtype=pipe.reduction.dtype, device=pipe.device)
         engine = cls(pipe, runners, weight, torch.zeros_like(weight), channels)
         for runner in runners:
@@ -126,7 +127,7 @@ def local_engine(pipe: Pipeline, tensors: Tensors) -> Engine:
     return Engine.of(pipe, runners)
 
 
-def rank_engine(pipe: Pipeline, tensors: Tensors, channels: comm.Channels) -> Engine:
+def rank_engine(pipe: Pipeline, tensors: Tensors, channels: Channels) -> Engine:
     """One rank, whose messages go over `channels` (opened by whoever calls this on every rank)."""
     program = pipe.programs[channels.place.rank]
     reductions = pipe.reductions[program.rank] if pipe.reductions else RankReductions(())

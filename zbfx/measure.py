@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from zbfx.comm import Channels
+from zbfx.channels import Channels
 from zbfx.cost import Hardware, Link, estimate, node_s
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Joint, Phase, Stage

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbfx import comm, cost, measure
+from zbfx import cost, measure
 from zbfx.arguments import (
     checked_cuts,
     checked_device,
@@ -32,6 +32,7 @@ from zbfx.backends import CapturedStep, checked_backend, phase_compiler
 from zbfx.batch import Signature
 from zbfx.bind import agree, move_to, refuse_other_values
 from zbfx.boxed import emptying
+from zbfx.channels import Channels
 from zbfx.codegen import Program, generate
 from zbfx.engine import local_engine, message_pairs, rank_engine
 from zbfx.errors import ZbfxError
@@ -50,12 +51,13 @@ from zbfx.passes.recompute import recompute as repeat
 from zbfx.passes.split import split, unsplit_notes
 from zbfx.place import find_place
 from zbfx.plan import CostTable, Schedule
+from zbfx.rank_step import RankStep
 from zbfx.reductions import RankReductions
 from zbfx.replicas import replicated, sharded
 from zbfx.run import Tensors
 from zbfx.selfcheck import checked_choice, checked_pipeline
-from zbfx.step import LocalStep, RankStep, StepOptions
-from zbfx.tensor_parallel import local_parts
+from zbfx.step import LocalStep, StepOptions
+from zbfx.tensor_parallel import local_parts, refuse_measuring
 from zbfx.trace import canonical_names, named_tensors, trace
 from zbfx.validation import validation_of
 
@@ -134,11 +136,7 @@ def compile(
     overlaps = checked_overlap(overlap, device)
 
     local = local_parts(named_tensors(model, loss_fn))
-    if local and costs == "measure":
-        raise ZbfxError(
-            "costs='measure' times each stage on one process, and those of a model with DTensor parameters run on "
-            "several; use costs='estimate' or a CostTable"
-        )
+    refuse_measuring(local, costs)
 
     raw, signature = on_all_ranks(partial(trace, model, loss_fn, inputs, kwargs, targets, device=device))
     examples = tuple(signature.flatten((*inputs, *targets), kwargs))
@@ -168,23 +166,23 @@ def compile(
         partial(memory_of, raw, signature, microbatches, device, optimizer_slots, backend),
     )
     pipe = Pipeline(
-        model,
-        loss_fn,
-        Guard.of(model, loss_fn),
-        signature,
-        examples,
-        reduction,
-        raw,
-        found.stages,
-        found.schedule,
-        found.programs,
-        device,
-        backend,
-        schedule,
-        mem_limit,
-        optimizer_slots,
-        found.levels,
-        costs == "measure",
+        model=model,
+        loss_fn=loss_fn,
+        guard=Guard.of(model, loss_fn),
+        signature=signature,
+        examples=examples,
+        reduction=reduction,
+        joint=raw,
+        stages=found.stages,
+        schedule=found.schedule,
+        programs=found.programs,
+        device=device,
+        backend=backend,
+        request=schedule,
+        mem_limit=mem_limit,
+        optimizer_slots=optimizer_slots,
+        levels=found.levels,
+        measured=costs == "measure",
         local=local,
     )
     return checked_pipeline(pipe, check)
@@ -303,7 +301,7 @@ class Pipeline:
         """
         place = find_place(len(self.programs), rank_or_mesh)
         options = StepOptions(torch.initial_seed() if seed is None else seed, on_nonfinite, on_new_shape)
-        channels = comm.Channels(place, self.device, timedelta(seconds=timeout_s))
+        channels = Channels(place, self.device, timedelta(seconds=timeout_s))
         replicas = len(place.replicas)
         if self.reductions and replicas == 1:
             raise ZbfxError(
@@ -315,7 +313,7 @@ class Pipeline:
         pipe = replicated(self, replicas, link)
         return (sharded(pipe) if zero else pipe).bind_to(channels, options)
 
-    def bind_to(self, channels: comm.Channels, options: StepOptions) -> RankStep:
+    def bind_to(self, channels: Channels, options: StepOptions) -> RankStep:
         """`bind`, once it is known where this process stands. Collective over all processes."""
         place, tensors = channels.place, self.tensors()
         engine = rank_engine(self, tensors, channels)

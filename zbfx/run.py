@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from zbfx import comm
-from zbfx.codegen import AddToGradient, Gradient, GradientBucket, ParameterBucket, PartialSum, PhaseCall, Program
+from zbfx.calls import AddToGradient, Gradient, GradientBucket, ParameterBucket, PartialSum, PhaseCall
+from zbfx.codegen import Program
 from zbfx.errors import PipelineFault
 from zbfx.flat import FlatGradients, Shards
 from zbfx.graphs import Role

@@ -7,6 +7,7 @@ one phase. What a process trains is the local part of each parameter.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from zbfx import _torch
+from zbfx.errors import ZbfxError
 
 COLLECTIVES = "_c10d_functional"
 
@@ -30,6 +32,15 @@ def local_parts(named: dict[str, Tensor]) -> dict[str, nn.Parameter]:
         for name, tensor in named.items()
         if is_sharded(tensor)
     }
+
+
+def refuse_measuring(local: Mapping[str, nn.Parameter], costs: object) -> None:
+    """Stages of a model with sharded parameters run on several processes at once: none can time them alone."""
+    if local and costs == "measure":
+        raise ZbfxError(
+            "costs='measure' times each stage on one process, and those of a model with DTensor parameters run on "
+            "several; use costs='estimate' or a CostTable"
+        )
 
 
 def fake_sharded(parameter: DTensor, fake_mode: Any, device: torch.device) -> nn.Parameter:

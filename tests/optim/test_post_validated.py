@@ -19,7 +19,8 @@ from tests.optim.demo import losses
 from tests.optimizers import INVERTIBLE, OPTIMIZERS, Result, adamw, same_bits, train
 from tests.reference import compiled, cut, default_dtype, loss_of
 from zbfx import rng
-from zbfx.codegen import PhaseCall, generate
+from zbfx.calls import PhaseCall
+from zbfx.codegen import generate
 from zbfx.optim import PostValidated
 from zbfx.optim.state import Act
 

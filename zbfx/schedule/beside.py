@@ -172,9 +172,9 @@ def expected(costs: CostTable, ranks: Sequence[Arrangement]) -> tuple[tuple[Span
     spans: list[list[Span]] = [[] for _ in ranks]
     queues = [[action for action in rank.order if action not in rank.pairs] for rank in ranks]
     positions, clocks = [0] * len(ranks), [0.0] * len(ranks)
-    moved = True
-    while moved:
-        moved = False
+    progress = True
+    while progress:
+        progress = False
         for rank, queue in enumerate(queues):
             while positions[rank] < len(queue):
                 action = queue[positions[rank]]
@@ -195,7 +195,7 @@ def expected(costs: CostTable, ranks: Sequence[Arrangement]) -> tuple[tuple[Span
                 spans[rank].append(Span(action, start_s, end_s))
                 ends[action] = clocks[rank] = end_s
                 positions[rank] += 1
-                moved = True
+                progress = True
     assert all(position == len(queue) for position, queue in zip(positions, queues, strict=True)), "a checked schedule"
     return tuple(map(tuple, spans))
 

@@ -1,0 +1,198 @@
+"""A step over torch.distributed: this process's rank of a pipeline, and what becomes of it when another one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from zbfx.channels import Channels
+from zbfx.codegen import Program
+from zbfx.comm import GroupTransport, Transport
+from zbfx.engine import Engine, message_pairs, rank_engine
+from zbfx.errors import InputError, PipelineFault, ZbfxError
+from zbfx.plan import Schedule
+from zbfx.run import Tensors
+from zbfx.step import Batch, Step, StepOptions
+from zbfx.timeline import Profile, Recorder
+from zbfx.verdict import problems
+
+if TYPE_CHECKING:
+    from zbfx.pipeline import Pipeline
+
+T = TypeVar("T")
+
+CLOSED = "this step was closed"
+
+
+class RankStep(Step):
+    """This process's rank of a pipeline over torch.distributed.
+
+    When a rank fails, every rank raises `PipelineFault` with that rank's message. The step cannot be used after that.
+    """
+
+    def __init__(self, engine: Engine, options: StepOptions, channels: Channels, tensors: Tensors) -> None:
+        super().__init__(engine, options)
+        self.channels, self.tensors = channels, tensors
+        self.fault: str | None = None
+        self.refusals = 0
+
+    def close(self) -> None:
+        """End the step: let go of its captured graphs, and close its connections.
+
+        All ranks call this before `torch.distributed.destroy_process_group`, which may wait for ever for a communicator
+        that a graph still holds.
+        """
+        if self.fault is None:
+            if self.optimizer is not None:
+                self.optimizer.settle()
+            if self.engine.pipe.device.type == "cuda":
+                torch.cuda.synchronize(self.engine.pipe.device)
+            for engine in (self.engine, *self.others.values()):
+                engine.captured = None
+            self.channels.close()
+            self.fault = CLOSED
+
+    def admit(self, take: Callable[[], Batch]) -> Batch:
+        """Before the first send: what one replica refuses, all refuse, and all have batches of the same shapes."""
+        try:
+            if self.channels.control is None or self.fault is not None:
+                return take()
+            return self.admit_together(take)
+        except InputError as error:
+            self.refusals += 1
+            if self.fault is None and not self.channels.refused_by_all(self.refusals):
+                # The other ranks took their batches and wait for this one: they must hear of it.
+                self.engine.runners[0].transport.drop()
+                self.fault = self.channels.fail(error)
+            raise
+
+    def admit_together(self, take: Callable[[], Batch]) -> Batch:
+        batch, refusal = None, None
+        try:
+            batch = take()
+        except InputError as error:
+            refusal = error
+        own = None if batch is None else [len(batch[1]), *(tuple(tensor.shape) for tensor in batch[1][0])]
+        try:
+            everywhere = self.channels.gather_peers((own, str(refusal)))
+        except RuntimeError as error:
+            lost = f"{self.channels.name}: waiting for the batches of the replicas, one of which is lost, or slower"
+            self.fault = self.channels.fail(PipelineFault(f"{lost} than the timeout: {error}"))
+            raise PipelineFault(self.fault) from error
+        if refusal is not None:
+            raise refusal
+        for replica, (shapes, text) in enumerate(everywhere):
+            if shapes is None:
+                raise InputError(f"replica {replica} refused its batch: {text}")
+            if shapes != own:
+                raise InputError(
+                    f"all replicas take batches of the same shapes; found (microbatches, shapes of one) {own} in "
+                    f"replica {self.channels.place.replica}, {shapes} in replica {replica}"
+                )
+        assert batch is not None, "refused above"
+        return batch
+
+    def plan(self, find: Callable[[Any], Schedule]) -> Schedule:
+        if len(self.channels.place.replicas) > 1:  # each has a batch of its own, and all reduce in one order
+            return find(self.engine.pipe.schedule)
+        first: Any = self.channels.gather_ranks(find(self.engine.pipe.request))[0]
+        return first
+
+    def build(self, pipe: Pipeline) -> Engine:
+        self.channels.open(message_pairs(pipe))
+        engine = rank_engine(pipe, self.tensors, self.channels)
+        runner, first = engine.runners[0], self.engine.runners[0]
+        runner.flat, runner.shards = first.flat, first.shards  # one set of flat tensors for all shapes
+        return engine
+
+    def run(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
+        def work() -> Tensor:
+            engine.weigh(rows)
+            loss = self.execute(engine, rows)
+            engine.runners[0].finish_gradients()
+            return loss
+
+        loss = self.guarded(work, engine)
+        self.count += 1
+        engine.runs += 1
+        return loss
+
+    def guarded(self, work: Callable[[], T], engine: Engine | None = None) -> T:
+        if self.fault == CLOSED:
+            raise ZbfxError(f"{CLOSED}; bind the pipeline again to go on")
+        if self.fault is not None:
+            raise PipelineFault(
+                f"this pipeline has failed before and cannot go on; bind it again. It failed with: {self.fault}"
+            )
+        try:
+            return work()
+        except BaseException as error:
+            (engine or self.engine).runners[0].transport.drop()
+            self.fault = self.channels.fail(error)
+            if not isinstance(error, Exception):  # Ctrl-C and exit stay what they are
+                raise
+            raise PipelineFault(self.fault) from error
+
+    def transports(self, programs: Sequence[Program], pairs: Collection[tuple[int, int]]) -> list[Transport]:
+        (program,) = programs
+        self.channels.open(pairs)
+        return [GroupTransport(program.messages, self.channels)]
+
+    def add_up(self, state: Tensor) -> None:
+        self.channels.add_up(state)
+
+    def everywhere(self, value: Any) -> list[Any]:
+        return self.channels.gather(value)
+
+    def problems(self, engine: Engine) -> list[str]:
+        own = problems(self.channels.name, self.losses, engine.parameters)
+        everywhere: list[Any] = self.channels.gather(own)
+        return sorted((found for rank in everywhere for found in rank), key=lambda text: "gradient" in text)
+
+    def whole_norms(self, norms: Tensor) -> Tensor:
+        if self.engine.runners[0].shards is None:
+            return norms
+        squares = norms.square()
+        self.channels.sum_over_replicas(squares).wait()
+        return squares.sqrt()
+
+    def collect(self) -> None:
+        """With ZeRO-1: give the model's parameters their values after the optimizer's step, on all ranks together. The
+        next step does it by itself."""
+        if self.optimizer is not None:
+            self.optimizer.settle()
+        shards = self.engine.runners[0].shards
+        if shards is not None:
+            self.guarded(lambda: [self.channels.join_shards(flat).wait() for flat in shards.flat.values()])
+
+    def profile(self, *args: Any, **kwargs: Any) -> Profile:
+        """Run one step (its gradients count) and return the measured timeline of all ranks, on every rank."""
+        recorder = self.engine.runners[0].recorder = Recorder(self.engine.pipe.device)
+        try:
+            self.channels.barrier()
+            recorder.begin()
+            self(*args, **kwargs)
+            spans = self.channels.gather_ranks(tuple(recorder.spans()))
+        finally:
+            self.engine.runners[0].recorder = None
+        return Profile(self.engine.pipe.schedule, tuple(spans))
+
+    def execute(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
+        engine.runners[0].start(engine.loss_gradient)
+        return self.run_program(engine, rows)
+
+    def run_program(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
+        """The rank's program, and the loss from the rank that has it."""
+        pipe = engine.pipe
+        self.losses = engine.run(rows, self.seed_of_step(), self.count)
+        if engine.runners[0].loss is not None:
+            return engine.runners[0].loss
+        if self.losses:
+            loss = engine.loss(self.losses)
+        else:
+            loss = torch.zeros((), dtype=pipe.reduction.dtype, device=pipe.device)
+        self.channels.broadcast(loss, pipe.loss_rank)
+        return loss
