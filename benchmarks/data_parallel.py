@@ -19,7 +19,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import zbfx
 from benchmarks.cases import Case
 from benchmarks.gpt import GPT, GPTConfig, next_token_loss
-from benchmarks.measure import Measured, Runnable, measure, reset_peak
+from benchmarks.measure import Measured, Runnable, measure, reset_peak, step_ms
 from benchmarks.ours import materialize
 from benchmarks.peers import mean_loss
 from benchmarks.stages import CONFIGS, batch, layers_per_stage, pieces, stage
@@ -75,7 +74,7 @@ class ReplicaCase:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRow(ReplicaCase):
-    """Times in milliseconds, every step as long as its slowest rank; memory per process in GiB."""
+    """Times in milliseconds, as in `benchmarks/rows.py`; memory per process in GiB."""
 
     step_ms: float | None = None
     slowest_ms: float | None = None
@@ -261,17 +260,16 @@ class ReplicaBenchmark(Benchmark):
         measured = self.together(f"run/{index}", index, lambda: measure(runnable, self.world.device, **options))
         runnable.close()
         everyone = [Measured(**entry) for entry in self.world.gather(f"measured/{index}", asdict(measured))]
-        steps_ms = [max(step) * 1e3 for step in zip(*(one.step_s for one in everyone), strict=True)]
-        alone, step_ms = replace(case, sums="alone"), median(steps_ms)
+        (median_ms, slowest_ms), alone = step_ms(everyone), replace(case, sums="alone")
         if case.sums == "alone":
-            self.alone_ms[case] = step_ms
+            self.alone_ms[case] = median_ms
         before_ms = self.alone_ms.get(alone)
         losses = [one.loss for one in everyone if one.loss is not None]
         return self.planned | {
-            "step_ms": step_ms,
-            "slowest_ms": max(steps_ms),
-            "exposed_ms": None if before_ms is None or case.sums == "alone" else step_ms - before_ms,
-            "tokens_per_s": self.replicas * case.m * case.b * SIZES[case.config].sequence / step_ms * 1e3,
+            "step_ms": median_ms,
+            "slowest_ms": slowest_ms,
+            "exposed_ms": None if before_ms is None or case.sums == "alone" else median_ms - before_ms,
+            "tokens_per_s": self.replicas * case.m * case.b * SIZES[case.config].sequence / median_ms * 1e3,
             "peak_gib": [one.peak_gib for one in everyone],
             # Systems of one replica each report its own loss.
             "loss": sum(losses) / len(losses) if losses else None,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +31,11 @@ class Runnable:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank saw: seconds of each timed step, peak memory since `reset_peak`, and the loss if it has it."""
+    """What one rank saw: seconds of each timed step in a row of steps and of each by itself, peak memory since
+    `reset_peak`, and the loss if it has it."""
 
     step_s: list[float]
+    single_s: list[float]
     peak_gib: float | None
     loss: float | None
 
@@ -56,23 +61,58 @@ def barrier() -> None:
     dist.all_reduce(torch.zeros(1))
 
 
+class Marks:
+    """Points in time on a rank's device, which neither the device nor the process waits at."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.points: list[Any] = []
+
+    def set(self) -> None:
+        if self.device.type == "cuda":
+            self.points.append(torch.cuda.Event(enable_timing=True))
+            self.points[-1].record()
+        else:
+            self.points.append(perf_counter())
+
+    def intervals_s(self) -> list[float]:
+        synchronize(self.device)
+        if self.device.type == "cuda":
+            return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(self.points)]
+        return [end - begin for begin, end in pairwise(self.points)]
+
+
 def measure(
     runnable: Runnable, device: torch.device, *, warmup: int, repeats: int, keep_gradients: bool = True
 ) -> Measured:
-    """Run `warmup` steps, then time `repeats`, which all ranks begin at the same moment. Gradients are zeroed in place
-    before each step, or, unless `keep_gradients`, set to None."""
-    loss, step_s = None, []
+    """Run `warmup` steps, then time `repeats`, each of which all ranks begin at the same moment, and as many more in a
+    row, as training runs them: no rank waits for another but for its messages. Gradients are zeroed in place before
+    each step, or, unless `keep_gradients`, set to None."""
+    # Never steps: it zeroes all gradients at once.
+    gradients = torch.optim.SGD(runnable.parameters, lr=0.0)
+    loss, single_s = None, []
     for index in range(warmup + repeats):
-        for parameter in runnable.parameters:
-            if not keep_gradients:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
+        gradients.zero_grad(set_to_none=not keep_gradients)
         synchronize(device)
         barrier()
         begun = perf_counter()
         loss = runnable.step()
         synchronize(device)
         if index >= warmup:
-            step_s.append(perf_counter() - begun)
-    return Measured(step_s, peak_gib(device), None if loss is None else float(loss.detach()))
+            single_s.append(perf_counter() - begun)
+    marks = Marks(device)
+    for _ in range(1 + repeats):  # the first fills the pipeline
+        gradients.zero_grad(set_to_none=not keep_gradients)
+        loss = runnable.step()
+        marks.set()
+    return Measured(marks.intervals_s(), single_s, peak_gib(device), None if loss is None else float(loss.detach()))
+
+
+def step_ms(everyone: Sequence[Measured]) -> tuple[float, float]:
+    """Milliseconds of a step in a row of steps, the median on the slowest rank, and of the slowest one."""
+    return 1e3 * max(median(one.step_s) for one in everyone), 1e3 * max(max(one.step_s) for one in everyone)
+
+
+def single_ms(everyone: Sequence[Measured]) -> float:
+    """Milliseconds of a step by itself, as long as its slowest rank: the median."""
+    return 1e3 * median(max(step) for step in zip(*(one.single_s for one in everyone), strict=True))

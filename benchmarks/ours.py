@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zbfx
 from benchmarks.cases import Case, ZbfxSchedule
@@ -13,12 +13,27 @@ from benchmarks.gpt import GPT, next_token_loss
 from benchmarks.measure import Runnable, reset_peak
 from benchmarks.place import Place, layer_counts, placement
 from benchmarks.stages import CONFIGS, batch, fill, pieces
+from zbfx.rank_step import RankStep
 
 V_SCHEDULES = ("zb-v", "v-half", "v-min")
 
 
 def ours(case: Case, place: Place, costs: str) -> Runnable:
     """One schedule and backend of zbfx over all ranks, planned from `costs`."""
+    pipe, step = bound(case, place, costs)
+    data = batch(CONFIGS[case.config], case.m * case.b, place.device)
+    return Runnable(
+        lambda: step(*data),
+        list(step.parameters()),
+        layers=blocks_of_stages(pipe),
+        planned_ms=(pipe.schedule.expected_s or pipe.schedule.iteration_s) * 1e3,
+        planned_gib=[memory.peak_bytes / 2**30 for memory in pipe.memory],
+        close=step.close,
+    )
+
+
+def bound(case: Case, place: Place, costs: str) -> tuple[zbfx.Pipeline, RankStep]:
+    """The case's pipeline and this rank's step."""
     config = CONFIGS[case.config]
     with torch.device("meta"):
         model = GPT(config).to(place.dtype)
@@ -40,20 +55,7 @@ def ours(case: Case, place: Place, costs: str) -> Runnable:
     pipe = zbfx.compile(model, **arguments, costs=costs, **chosen)
     reset_peak(place.device)
     materialize(model, pipe, place)
-    step = pipe.bind(timeout_s=place.timeout_s)
-    ids, targets = batch(config, case.m * case.b, place.device)
-
-    def run() -> Tensor:
-        return step(ids, targets)
-
-    return Runnable(
-        run,
-        list(step.parameters()),
-        layers=blocks_of_stages(pipe),
-        planned_ms=(pipe.schedule.expected_s or pipe.schedule.makespan_s) * 1e3,
-        planned_gib=[memory.peak_bytes / 2**30 for memory in pipe.memory],
-        close=getattr(step, "close", lambda: None),
-    )
+    return pipe, pipe.bind(timeout_s=place.timeout_s)
 
 
 def choices(case: Case, place: Place) -> dict[str, Any]:

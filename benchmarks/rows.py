@@ -6,13 +6,12 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
 from benchmarks.cases import Case
-from benchmarks.measure import Measured, Runnable
+from benchmarks.measure import Measured, Runnable, single_ms, step_ms
 from benchmarks.place import Place
 from benchmarks.stages import CONFIGS
 
@@ -21,7 +20,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Row:
-    """One case. Times in milliseconds, memory per rank in GiB, `layers` per stage; `slowest_ms` of all timed steps."""
+    """One case. Times in milliseconds, memory per rank in GiB, `layers` per stage.
+
+    `step_ms` is what a step takes in a row of steps, as in training: the median on the slowest rank; `slowest_ms` the
+    longest of them; `single_ms` what it takes from a moment at which all ranks begin until the last one ends.
+    `planned_ms` is the plan's for `step_ms`.
+    """
 
     system: str
     config: str
@@ -34,6 +38,7 @@ class Row:
     layers: list[int] | None = None
     step_ms: float | None = None
     slowest_ms: float | None = None
+    single_ms: float | None = None
     tokens_per_s: float | None = None
     peak_gib: list[float | None] | None = None
     loss: float | None = None
@@ -74,14 +79,15 @@ def git_commit() -> str:
 
 
 def results(case: Case, runnable: Runnable, everyone: Sequence[Measured]) -> dict[str, Any]:
-    """The measured fields of a row: every step as long as its slowest rank."""
-    steps_s = [max(step) for step in zip(*(measured.step_s for measured in everyone), strict=True)]
+    """The measured fields of a row."""
+    median_ms, slowest_ms = step_ms(everyone)
     tokens = case.m * case.b * CONFIGS[case.config].sequence
     return {
         "layers": runnable.layers,
-        "step_ms": median(steps_s) * 1e3,
-        "slowest_ms": max(steps_s) * 1e3,
-        "tokens_per_s": tokens / median(steps_s),
+        "step_ms": median_ms,
+        "slowest_ms": slowest_ms,
+        "single_ms": single_ms(everyone),
+        "tokens_per_s": tokens / median_ms * 1e3,
         "peak_gib": [measured.peak_gib for measured in everyone],
         "loss": next((measured.loss for measured in everyone if measured.loss is not None), None),
         "planned_ms": runnable.planned_ms,

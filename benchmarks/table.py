@@ -16,13 +16,15 @@ from benchmarks.rows import Row
 TITLE = """# Throughput
 
 One training step without the optimizer: forward, backward and accumulated gradients of m microbatches of b sequences
-on p GPUs. A step is as long as its slowest rank; times are medians. `of torch` is the tokens/s as a multiple of the
-fastest torch.distributed.pipelining row with the same m; `of limit` is the fraction of the bubble-free limit of the
-same kernels (eager, or compiled by inductor): the slowest rank's forward and whole backward alone, m times.
+on p GPUs. `step ms` is the time of a step in a row of steps, as in training: the median on the slowest rank. `alone ms`
+is the time of a step by itself, from a moment at which all ranks begin until the last one ends. `of torch` is the
+tokens/s as a multiple of the fastest torch.distributed.pipelining row with the same m; `of limit` is the fraction of
+the bubble-free limit of the same kernels (eager, or compiled by inductor): the slowest rank's forward and whole
+backward alone, m times.
 """
 HEADER = (
-    "| m | system | schedule | backend | split | layers | step ms | tokens/s | peak GiB | planned ms | planned GiB "
-    "| loss | of torch | of limit |"
+    "| m | system | schedule | backend | split | layers | step ms | alone ms | tokens/s | peak GiB | planned ms "
+    "| planned GiB | loss | of torch | of limit |"
 )
 ERROR_LENGTH = 160
 
@@ -113,6 +115,7 @@ def line(row: Row, rows: Sequence[Row]) -> str:
         row.split,
         "+".join(map(str, row.layers or [])),
         number(row.step_ms, 1),
+        number(row.single_ms, 1),
         number(row.tokens_per_s, 0),
         per_rank(row.peak_gib),
         planned,

@@ -18,6 +18,7 @@ from tests.models import Maker, Problem
 from zbfx import cost
 from zbfx.codegen import generate
 from zbfx.graphs import Joint, Placed, Stage
+from zbfx.messages import Message
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.extract import extract
 from zbfx.passes.partition import partition
@@ -90,6 +91,12 @@ def rescheduled(pipe: zbfx.Pipeline, microbatches: int, schedule: Any) -> zbfx.P
     planned = plan(pipe.schedule.costs, microbatches, schedule=schedule)
     reduction = replace(pipe.reduction, microbatches=microbatches)
     return replace(pipe, schedule=planned, programs=generate(pipe.stages, planned), reduction=reduction)
+
+
+def activations(pipe: zbfx.Pipeline) -> list[Message]:
+    """What travels between actions: activations and their gradients, neither sums of shared ones nor the loss."""
+    messages = {m.key: m for program in pipe.programs for m in program.messages.values()}
+    return [message for message in messages.values() if message.producer is not None]
 
 
 def beside(pipe: zbfx.Pipeline) -> zbfx.Pipeline:

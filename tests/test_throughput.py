@@ -167,7 +167,16 @@ def test_the_page_compares_with_the_fastest_of_torch_and_the_limit_of_the_same_k
             row("limit", "eager", 40.0),
             row("limit", "eager", 36.0),
             row("limit", "inductor", 20.0),
-            row("zbfx", "cudagraph", 45.0, planned_ms=44.0, peak_gib=[1.5, 2.25], layers=[14, 10], loss=1.0),
+            row(
+                "zbfx",
+                "cudagraph",
+                45.0,
+                single_ms=46.0,
+                planned_ms=44.0,
+                peak_gib=[1.5, 2.25],
+                layers=[14, 10],
+                loss=1.0,
+            ),
             row("zbfx", "cudagraph+inductor", 50.0),
         ]
     )
@@ -175,7 +184,9 @@ def test_the_page_compares_with_the_fastest_of_torch_and_the_limit_of_the_same_k
         "- m=8: zbfx 1f1b cudagraph bal 45.0 ms, 2.00x the fastest torch schedule (1f1b inductor bal, 90.0 ms), "
         "0.800 of the limit." in text
     )
-    zbfx_line = "| 8 | zbfx | 1f1b | cudagraph | bal | 14+10 | 45.0 |  | 1.50 / 2.25 | 44.0 (+2.3%) |  | 1.0000 |"
+    zbfx_line = (
+        "| 8 | zbfx | 1f1b | cudagraph | bal | 14+10 | 45.0 | 46.0 |  | 1.50 / 2.25 | 44.0 (+2.3%) |  | 1.0000 |"
+    )
     assert f"{zbfx_line} 2.00 | 0.800 |" in text
     assert "| 1.80 | 0.400 |" in text
     assert "- torch m=8 ZB1P eager bal: rank 1: OutOfMemoryError: no" in text

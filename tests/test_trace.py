@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.gpt import GPT, GPTConfig
 from tests.models import Problem, gpt, mlp, numbers, squares, token_loss
-from tests.reference import assert_same, compiled, cut, default_dtype, reference, stepped
+from tests.reference import activations, assert_same, compiled, cut, default_dtype, reference, stepped
 from zbfx.graphs import Role
 from zbfx.plan import Kind
 
@@ -170,7 +170,7 @@ def test_late_inputs_are_read_where_they_are_used() -> None:
     pipe = compiled(problem, 3, 3, cuts=["second", "head"])
     read = [runner.input_names for runner in pipe.run_local().engine.runners]
     assert read == [{"inputs[0]"}, {"position_ids"}, {"targets[0]"}]
-    sent = {layout.dtype for program in pipe.programs for m in program.messages.values() for layout in m.layouts}
+    sent = {layout.dtype for m in activations(pipe) for layout in m.layouts}
     assert sent == {torch.float32}
     assert_same(stepped(problem, pipe), reference(problem, 3), 1e-5)
 
@@ -236,7 +236,7 @@ class Autocast(nn.Module):
 def test_autocast_in_the_model() -> None:
     problem = Problem(Autocast(), squares, (numbers(6, 8),))
     pipe = compiled(problem, 2, 3, cuts=["norm"])
-    sent = {layout.dtype for program in pipe.programs for m in program.messages.values() for layout in m.layouts}
+    sent = {layout.dtype for m in activations(pipe) for layout in m.layouts}
     assert sent == {torch.bfloat16}
     found = stepped(problem, pipe)
     assert_same(found, reference(problem, 3), 1e-5)

@@ -121,7 +121,7 @@ class CapturedStep(RankStep):
         engine.runners[0].start(engine.loss_gradient)
         graph = torch.cuda.CUDAGraph()
         try:
-            if engine.runners[0].program.validation is not None:
+            if engine.runners[0].program.chain.validates:
                 return self.capture_parts(engine, graph)
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 return Capture(graph, self.run_program(engine, self.static_rows[id(engine)]))

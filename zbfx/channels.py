@@ -106,10 +106,6 @@ class Channels:
         if self.rank == target:
             value.copy_(bits.view(value.dtype).view(value.shape))
 
-    def broadcast(self, value: Tensor, source: int) -> None:
-        """Rank `source`'s value on every rank of this pipeline."""
-        dist.broadcast(value, src=self.place.processes[source], group=self.group)
-
     def sum_over_replicas(self, value: Tensor) -> dist.Work:
         """Start to sum a value of this rank over the replicas, in place."""
         work: dist.Work | None = dist.all_reduce(value, group=self.peers, async_op=True)

@@ -28,6 +28,7 @@ from zbfx.calls import (
     bundles_of,
     packing_of,
 )
+from zbfx.chain import Chain, RankChain, chain_of, loss_layout, loss_rank, order_of_ranks
 from zbfx.graphs import Phase, Stage
 from zbfx.messages import (
     Message,
@@ -40,7 +41,6 @@ from zbfx.messages import (
 from zbfx.plan import Action, Kind, Schedule, parts
 from zbfx.reductions import Bucket, RankReductions
 from zbfx.relays import Relay
-from zbfx.validation import RankValidation, Validation
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,15 @@ class Program:
     `buckets` what it sums over the replicas.
 
     The module takes `transport` and one `Microbatch` per microbatch, and returns the losses of the microbatches, in
-    order, on the rank that computes them, and () elsewhere. With `validation` the loss of the batch follows, on every
-    rank; `verdict` are the first and the end of the nodes that look at the last optimizer step, which come between the
-    prefix and the rest.
+    order, on the rank that computes them, and the loss of the batch on every rank. `verdict` are the first and the end
+    of the nodes that look at the last optimizer step, which come between the prefix and the rest; (0, 0): none do.
     """
 
     rank: int
     module: fx.GraphModule
     messages: dict[str, Message]
+    chain: RankChain
     buckets: tuple[Bucket, ...] = ()
-    validation: RankValidation | None = None
     verdict: tuple[int, int] = (0, 0)
 
     @property
@@ -70,29 +69,32 @@ def generate(
     stages: Sequence[Stage],
     schedule: Schedule,
     reductions: Sequence[RankReductions] = (),
-    validation: Validation | None = None,
+    chain: Chain | None = None,
 ) -> tuple[Program, ...]:
     """One program per rank of the schedule; with `reductions` (per rank), one that sums gradients over replicas; with
-    `validation`, one for steps whose optimizer waits for no barrier."""
+    a `chain` that passes a state, one for steps whose optimizer waits for no barrier."""
     messages = messages_of(stages, schedule)
     shared = shared_gradients(stages, schedule.costs.placement)
+    if chain is None:
+        ranks = order_of_ranks(schedule, loss_rank(stages, schedule.costs.placement))
+        chain = chain_of(schedule, messages, ranks, loss_layout(stages))
     return tuple(
         RankProgram(
-            stages, schedule, messages, shared, rank, reductions[rank] if reductions else None, validation
+            stages, schedule, messages, shared, rank, reductions[rank] if reductions else None, chain
         ).generate()
         for rank in range(len(schedule.ranks))
     )
 
 
-def optimizer_program(validation: Validation, schedule: Schedule, rank: int) -> Program:
+def optimizer_program(chain: Chain, schedule: Schedule, rank: int) -> Program:
     """What a rank does after its step: passes the state of all gradients on and steps its optimizer."""
     graph, modules = fx.Graph(), dict[str, nn.Module]()
-    part = RankValidation(validation, schedule, (), rank)
+    part = RankChain(chain, schedule, (), rank)
     relay = Relay(graph, graph.placeholder("transport"), modules, part)
     relay.optimizer_step()
     graph.output(())
     module = fx.GraphModule(modules, graph, f"Optimizer{rank}")
-    return Program(rank, module, {m.key: m for m in relay.messages})
+    return Program(rank, module, {m.key: m for m in relay.messages}, part)
 
 
 class RankProgram:
@@ -106,7 +108,7 @@ class RankProgram:
         shared: Sequence[SharedGradient],
         rank: int,
         reductions: RankReductions | None,
-        validation: Validation | None,
+        chain: Chain,
     ) -> None:
         self.schedule = schedule
         self.stages, self.rank, self.placement = stages, rank, schedule.costs.placement
@@ -122,10 +124,8 @@ class RankProgram:
         self.microbatches = [self.graph.placeholder(f"microbatch_{k}") for k in range(schedule.microbatches)]
         self.nodes: dict[tuple[Item, int], fx.Node] = {}
         self.modules: dict[str, nn.Module] = {}
-        self.part: RankValidation | None = None
-        if validation is not None:
-            self.part = RankValidation(validation, schedule, self.incoming, rank)
-            self.relay = Relay(self.graph, self.transport, self.modules, self.part)
+        self.part = RankChain(chain, schedule, self.incoming, rank)
+        self.relay = Relay(self.graph, self.transport, self.modules, self.part)
         self.verdict = (0, 0)
         self.batch_loss: tuple[fx.Node, ...] = ()
 
@@ -170,18 +170,14 @@ class RankProgram:
         self.graph.output((*self.losses(), *self.batch_loss))
         self.graph.lint()
         module = fx.GraphModule(self.modules, self.graph, f"Rank{self.rank}")
-        messages = (*self.incoming, *self.outgoing, *exchanged, *(self.relay.messages if self.part else ()))
-        return Program(self.rank, module, {m.key: m for m in messages}, reductions.buckets, self.part, self.verdict)
+        messages = (*self.incoming, *self.outgoing, *exchanged, *self.relay.messages)
+        return Program(self.rank, module, {m.key: m for m in messages}, self.part, reductions.buckets, self.verdict)
 
     def posts(self) -> dict[int, list[Message]]:
-        if self.part is None:
-            return post_positions(self.incoming, self.order)
         return post_positions(self.part.incoming, self.order, self.part.needed_at(), self.part.not_before())
 
     def releases(self) -> dict[int, list[Message]]:
         releases = release_positions(self.outgoing, self.schedule, self.rank)
-        if self.part is None:
-            return releases
         moved: dict[int, list[Message]] = defaultdict(list)
         for position, found in sorted(releases.items()):
             for message in found:
@@ -191,9 +187,7 @@ class RankProgram:
 
     def relay_at(self, position: int | None, posts: dict[int, list[Message]]) -> None:
         """What goes along the chain of ranks before the action at a position (None: after the last)."""
-        if self.part is None:
-            return
-        if position == self.part.prefix:
+        if self.part.validates and position == self.part.prefix:
             for message in [m for m in posts[position] if m in self.part.dropped and m.source == self.part.after]:
                 self.graph.call_function(comm.post, (self.transport, message.key))
                 posts[position].remove(message)

@@ -32,6 +32,7 @@ from zbfx.backends import CapturedStep, checked_backend, phase_compiler
 from zbfx.batch import Signature
 from zbfx.bind import agree, move_to, refuse_other_values
 from zbfx.boxed import emptying
+from zbfx.chain import chain_of, loss_layout, loss_rank
 from zbfx.channels import Channels
 from zbfx.codegen import Program, generate
 from zbfx.engine import local_engine, message_pairs, rank_engine
@@ -59,7 +60,6 @@ from zbfx.selfcheck import checked_choice, checked_pipeline
 from zbfx.step import LocalStep, StepOptions
 from zbfx.tensor_parallel import local_parts, refuse_measuring
 from zbfx.trace import canonical_names, named_tensors, trace
-from zbfx.validation import validation_of
 
 
 def compile(
@@ -229,8 +229,7 @@ class Pipeline:
 
     @property
     def loss_rank(self) -> int:
-        stage = next(s.index for s in self.stages if any(phase.has_loss for phase in s.phases.values()))
-        return self.schedule.costs.placement[stage]
+        return loss_rank(self.stages, self.schedule.costs.placement)
 
     def tensors(self) -> Tensors:
         """The model's live tensors by canonical name."""
@@ -238,11 +237,11 @@ class Pipeline:
         named = {**named_tensors(self.model, self.loss_fn), **self.local}
         return Tensors({name: named[name] for name in dict.fromkeys(canonical.values())}, self.joint.constants)
 
-    def validated(self, chain: tuple[int, ...], state_size: int) -> Pipeline:
-        """The same pipeline with programs for optimizer steps without a barrier; `chain` as in `Validation`."""
+    def validated(self, ranks: tuple[int, ...], state_size: int) -> Pipeline:
+        """The same pipeline with programs for optimizer steps without a barrier; `ranks` as in `Chain`."""
         messages = messages_of(self.stages, self.schedule)
-        validation = validation_of(self.schedule, messages, chain, state_size, self.reduction.dtype)
-        return replace(self, programs=generate(self.stages, self.schedule, self.reductions, validation))
+        chain = chain_of(self.schedule, messages, ranks, loss_layout(self.stages), state_size)
+        return replace(self, programs=generate(self.stages, self.schedule, self.reductions, chain))
 
     @property
     def shared_gradients(self) -> tuple[SharedGradient, ...]:

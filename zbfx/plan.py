@@ -210,7 +210,7 @@ class Schedule:
     holds, `static_bytes` of its stages included; `memory[r]` is how that comes about, (time in seconds, bytes held
     from then on), where it is known from a program, and not from the costs alone. `lower_bound_s` holds for every
     schedule under the same costs, placement and memory limit; `gap` 0 means proven optimal. All of these count actions
-    of a rank one after the other; where Ws run `beside` Bs, `expected_s` is the makespan that follows.
+    of a rank one after the other; where Ws run `beside` Bs, `expected_s` is the iteration time that follows.
     """
 
     name: str
@@ -225,7 +225,7 @@ class Schedule:
     memory: tuple[tuple[tuple[float, float], ...], ...] | None = None
     notes: tuple[str, ...] = field(default=())  # what was compared, what was not split, why the search stopped
     beside: tuple[tuple[Action, Action], ...] = ()  # each W that runs beside a B, and that B
-    expected_s: float | None = None  # makespan with those; None: there are none
+    expected_s: float | None = None  # iteration time with those; None: there are none
 
     @property
     def iteration_s(self) -> float:

@@ -185,14 +185,7 @@ class RankStep(Step):
         return self.run_program(engine, rows)
 
     def run_program(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
-        """The rank's program, and the loss from the rank that has it."""
-        pipe = engine.pipe
         self.losses = engine.run(rows, self.seed_of_step(), self.count)
-        if engine.runners[0].loss is not None:
-            return engine.runners[0].loss
-        if self.losses:
-            loss = engine.loss(self.losses)
-        else:
-            loss = torch.zeros((), dtype=pipe.reduction.dtype, device=pipe.device)
-        self.channels.broadcast(loss, pipe.loss_rank)
+        loss = engine.runners[0].loss
+        assert loss is not None, "a program ends with the loss"
         return loss

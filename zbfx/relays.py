@@ -1,4 +1,4 @@
-"""The nodes that pass the optimizer's state, its verdict and the loss along the chain of ranks (`zbfx.validation`)."""
+"""The nodes that pass the optimizer's state, its verdict and the loss along the chain of ranks (`zbfx.chain`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from torch import fx, nn
 
 from zbfx import comm
+from zbfx.chain import RankChain
 from zbfx.messages import Message
-from zbfx.validation import RankValidation
 
 
 class Bound(nn.Module):
@@ -28,9 +28,7 @@ class Bound(nn.Module):
 class Relay:
     """Adds nodes to a rank's graph, and their modules to `modules`; `messages` collects what travels."""
 
-    def __init__(
-        self, graph: fx.Graph, transport: fx.Node, modules: dict[str, nn.Module], part: RankValidation
-    ) -> None:
+    def __init__(self, graph: fx.Graph, transport: fx.Node, modules: dict[str, nn.Module], part: RankChain) -> None:
         self.graph, self.transport, self.modules, self.part = graph, transport, modules, part
         self.messages: list[Message] = []
 

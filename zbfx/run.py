@@ -235,17 +235,15 @@ class RankRunner:
         yield from self.execute(range(self.program.verdict[1], len(self.nodes)), environment, step)
         self.transport.finish()
         results: tuple[Tensor, ...] = fx.map_arg(self.nodes[-1].args[0], environment.__getitem__)
-        if self.program.validation is not None:
-            *losses, self.loss = results
-            return tuple(losses)
-        return results
+        *losses, self.loss = results
+        return tuple(losses)
 
     def settle(self, step: int) -> Generator[int, None, bool]:
         """Get the verdict on the pending optimizer step and correct it; whether forwards ran on wrong weights."""
         pending = self.pending
         assert pending is not None, "an optimizer step waits"
         self.bound("judge").run = pending.judge
-        if self.program.validation is not None and self.program.validation.after is None:
+        if self.program.chain.after is None:
             self.bound("own_verdict").run = pending.own_verdict
         environment: Environment = {self.nodes[0]: self.transport}
         with on_stream(pending.stream):
@@ -260,8 +258,7 @@ class RankRunner:
 
     def drop_early(self, received: Collection[str] = ()) -> Generator[int, None, None]:
         """Receive and drop what other ranks' prefixes sent that this one's did not read, unless `received` already."""
-        assert self.program.validation is not None, "only such programs have a prefix"
-        for message in self.program.validation.dropped:
+        for message in self.program.chain.dropped:
             if message.key in received:
                 continue
             self.transport.posted_once(message.key)

@@ -46,6 +46,12 @@ class Profile:
                 previous_s = max(previous_s, span.end_s)
         return tuple(sorted(found, key=lambda gap: -gap.idle_s))
 
+    def svg(self) -> str:
+        """The measured step beside its plan, as an SVG document."""
+        from zbfx.show.svg import comparison
+
+        return comparison(self.schedule, self.spans)
+
     def cause(self, span: Span, idle_from_s: float, ends: dict[Action, float]) -> str:
         action, costs = span.action, self.schedule.costs
         sources = [

@@ -130,7 +130,7 @@ class Walk:
         module = called(self.program.module.get_submodule(str(node.target)))
         if not isinstance(module, PhaseCall):
             assert isinstance(module, STATIC), f"no rule for the memory of {node.format_node()}"
-            return self.keep(node, None)
+            return self.keep(node, self.loss(len(node.args)) if node.target == "loss" else None)
         arguments = [self.values[source] for source in node.args[1:]]  # type: ignore[index]
         found: list[Any] = [arguments[i] if k is None else arguments[i][k] for i, k in module.places]  # type: ignore[index]
         read = [value or Storage(0, "", holders=1) for value in found]  # a view of what is static counts nothing
@@ -153,6 +153,14 @@ class Walk:
             self.moments.append(Moment(node.meta["action"], self.peak, self.held, self.node))
             self.peak, self.node = self.held, ""
         return None
+
+    def loss(self, microbatches: int) -> Storage:
+        """The loss of the batch, from those of its microbatches, stacked."""
+        layout = self.program.chain.loss
+        stacked = self.new(microbatches * layout_bytes(layout), "loss")
+        loss = self.new(layout_bytes(layout), "loss")
+        self.held -= stacked.size
+        return loss
 
     def effect(
         self, phase: str, groups: tuple[Slot, ...], owned: tuple[Slot, ...], sizes: Mapping[Slot, int]

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import zbfx
 from tests.cases.common import TOLERANCE, WIDTH, check, line_of, linears, of, refusal
 from tests.models import Problem, ids, llama, numbers, squares, token_loss
-from tests.reference import assert_same, compiled, default_dtype, reference, stepped
+from tests.reference import activations, assert_same, compiled, default_dtype, reference, stepped
 from zbfx import InputError, TraceError
 from zbfx.graphs import Role
 
@@ -88,7 +88,7 @@ class Frequencies(nn.Module):
 def test_case_20_constant_used_by_many_stages() -> None:
     problem = Problem(Frequencies(), squares, (numbers(6, WIDTH),))
     pipe = check(problem, 4, cuts=["layers.b", "layers.c", "layers.d"])
-    layouts = {layout for program in pipe.programs for m in program.messages.values() for layout in m.layouts}
+    layouts = {layout for m in activations(pipe) for layout in m.layouts}
     assert {layout.dtype for layout in layouts} == {torch.float64}  # activations alone travel
     for stage in pipe.stages:
         assert {"freqs", "gain"} <= set(stage.phases[zbfx.Kind.F].port_names(Role.BUFFER))
@@ -403,7 +403,7 @@ def test_case_30_autocast() -> None:
             problem = Problem(Mixed(inside), squares, (numbers(6, WIDTH),))
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside):
                 expected, pipe = reference(problem, 3), compiled(problem, 2, 3, cuts=["norm"])
-            sent = {layout.dtype for p in pipe.programs for m in p.messages.values() for layout in m.layouts}
+            sent = {layout.dtype for m in activations(pipe) for layout in m.layouts}
             assert sent == {torch.bfloat16}
             found = stepped(problem, pipe)
             assert_same(found, expected, 1e-5)

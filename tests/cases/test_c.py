@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from tests.cases.common import TOLERANCE, WIDTH, check, line_of, linears, refusal
 from tests.models import Problem, ids, mean_squares, numbers, squares, token_loss, unet_group_norm
-from tests.reference import assert_same, compiled, reference, stepped
+from tests.reference import activations, assert_same, compiled, reference, stepped
 
 pytestmark = pytest.mark.c
 
@@ -59,7 +59,7 @@ def structured_loss(output: Any) -> Tensor:
 @pytest.mark.parametrize("form", ["dict", "named", "data"])
 def test_case_32_none_dict_and_dataclass_outputs(form: str) -> None:
     pipe = check(Problem(Structured(form), structured_loss, (numbers(6, WIDTH),)), (1, 2))
-    assert all(len(m.names) == 1 for program in pipe.programs for m in program.messages.values())  # None costs nothing
+    assert all(len(m.names) == 1 for m in activations(pipe))  # None costs nothing
 
 
 class Skip(nn.Module):
@@ -80,7 +80,7 @@ def test_case_34_skip_connection() -> None:
         pipe = check(
             Problem(Skip(count), squares, (numbers(6, WIDTH),)), count, cuts=[f"layers.l{k}" for k in range(1, count)]
         )
-        pairs = {(m.source, m.target) for program in pipe.programs for m in program.messages.values()}
+        pairs = {(m.source, m.target) for m in activations(pipe)}
         assert (0, count - 1) in pairs  # straight from producer to consumer
     problem = unet_group_norm(2)
     assert_same(stepped(problem, compiled(problem, 4, 2)), reference(problem, 2), TOLERANCE)
@@ -103,7 +103,7 @@ def test_case_35_inputs_and_labels_of_later_stages() -> None:
     pipe = check(problem, 3, cuts=["layers.b", "layers.c"])
     read = [runner.input_names for runner in pipe.run_local().engine.runners]
     assert read == [{"inputs[0]"}, set(), {"position_ids", "scale", "targets[0]"}]
-    names = {name for program in pipe.programs for m in program.messages.values() for name in m.names}
+    names = {name for m in activations(pipe) for name in m.names}
     assert not any("position" in name or "target" in name for name in names)
 
 
@@ -135,7 +135,7 @@ def test_case_36_tied_weights_over_stages() -> None:
     torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=0)
     pipe = check(problem, 2, schedule="zb-v")  # first and last stage share a rank: nothing to exchange
     assert {holders for g in pipe.shared_gradients for holders in [g.holders]} <= {(0,)}
-    assert not any("tokens.weight" in m.names for program in pipe.programs for m in program.messages.values())
+    assert not any("tokens.weight" in m.names for m in activations(pipe))
 
 
 class Hooked(nn.Module):

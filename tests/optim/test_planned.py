@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zbfx.messages import Message
+from zbfx.chain import chain_of, order_of_ranks, prefixes
+from zbfx.messages import Message, TensorLayout
 from zbfx.optim.planned import OptimizerCosts, planned
 from zbfx.plan import Action, CostTable, Kind, Schedule, StageCost, parts
 from zbfx.schedule import plan
-from zbfx.validation import chain_of, prefixes, validation_of
 
 RANKS, MICROBATCHES = 3, 6
 F, B, W, COMM, STEP, REDO, HOP = 2, 3, 5, 7, 11, 13, 0.5
@@ -33,8 +33,9 @@ def table(comm: float = 0.0, f: float = 1, b: float = 1, w: float = 1) -> CostTa
 
 def plans(schedule: Schedule, costs: OptimizerCosts) -> tuple[float, float, float]:
     messages = messages_of(schedule)
-    validation = validation_of(schedule, messages, chain_of(schedule, RANKS - 1), 5, torch.float32)
-    found = planned(schedule, messages, validation, costs)
+    loss = TensorLayout((), (), torch.float32)
+    chain = chain_of(schedule, messages, order_of_ranks(schedule, RANKS - 1), loss, 5)
+    found = planned(schedule, messages, chain, costs)
     return found.barrier_s, found.validated_s, found.repeat_s
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from zbfx.plan import Action, CostTable, Kind, Schedule, StageCost, parts
+from zbfx.plan import Action, CostTable, Kind, Schedule, Span, StageCost, parts
 from zbfx.schedule import plan, simulate
-from zbfx.schedule.beside import Arrangement, expected, in_place, moved, peak_bytes, run_beside
+from zbfx.schedule.beside import Arrangement, expected, in_place, iteration_s, moved, peak_bytes, run_beside
 
 # F=2, B=3, W=5, B with a W beside it 6: a pair takes 6 where its actions take 8.
 STAGE = StageCost(2, 3, 5, saved_bytes=4, weight_saved_bytes=3, static_bytes=100, beside_s=6)
@@ -101,6 +101,11 @@ def test_a_b_whose_input_comes_while_w_runs_shares_the_rest_of_it() -> None:
     assert found["B0.1"] == pytest.approx((24, 24 + 3 + 9 / 5))
 
 
+def test_the_iteration_time_is_the_longest_rank_s_from_its_own_start() -> None:
+    first, second, third = actions("F0.0 W1.0 B1.1")
+    assert iteration_s([[Span(first, 0, 5)], [Span(second, 3, 8), Span(third, 4, 7)]]) == 5
+
+
 def test_no_arrangement_breaks_the_limit() -> None:
     order = "F0.0 B0.0 W0.0 F0.1 B0.1 W0.1"
     assert run_beside(scheduled(ONE, order, mem_limit=106)).beside == ()
@@ -121,7 +126,7 @@ def test_expected_is_never_later_than_one_after_the_other(name: str) -> None:
     schedule = plan(costs, 9, schedule=name)
     beside = run_beside(schedule)
     assert beside.expected_s is not None
-    assert beside.expected_s < schedule.makespan_s
+    assert beside.expected_s < schedule.iteration_s
     assert beside.spans == simulate(costs, 9, beside.ranks).spans
     for before, after in zip(schedule.ranks, beside.ranks, strict=True):
         unfused = [part for action in before for part in parts(action)]

@@ -8,11 +8,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from zbfx.plan import CostTable, Schedule, StageCost
+from zbfx.plan import CostTable, Schedule, Span, StageCost
 from zbfx.schedule import plan
 from zbfx.show.html import busy_s
 from zbfx.show.svg import FILLS, LEFT_PX, MEMORY_PX
 from zbfx.show.trace import trace
+from zbfx.timeline import Profile
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 STAGE = StageCost(2, 3, 5, saved_bytes=4, weight_saved_bytes=1)
@@ -78,3 +79,22 @@ def test_trace_counts_memory(tiny: Schedule) -> None:
     events = json.loads(trace(tiny))["traceEvents"]
     held = [(e["ts"] / 1e6, e["args"]["bytes"]) for e in events if e["ph"] == "C" and e["name"].endswith("rank 0")]
     assert held == [(0, 0), (0, 4), (2, 8), (24, 5), (29, 4), (32, 1), (37, 0)]
+
+
+def test_a_measured_step_lies_below_its_plan_on_one_scale(tiny: Schedule) -> None:
+    late = tuple(tuple(Span(span.action, span.start_s + 1, span.end_s + 1.5) for span in spans) for spans in tiny.spans)
+    root = ElementTree.fromstring(Profile(tiny, late).svg())
+    assert [text.text for text in root.iter(f"{NAMESPACE}text") if text.get("x") == "4"][1:] == [
+        "plan 0",
+        "step 0",
+        "plan 1",
+        "step 1",
+    ]
+    rects = {title.text: rect for rect in root.iter(f"{NAMESPACE}rect") for title in rect.iter(f"{NAMESPACE}title")}
+    assert len(rects) == 24
+    per_second = (1400 - LEFT_PX - 8) / 38.5
+    planned, measured = rects["B1.1: 16 to 19"], rects["B1.1: 17 to 20.5"]
+    assert float(planned.get("x", "")) == pytest.approx(LEFT_PX + 16 * per_second, abs=0.01)
+    assert float(measured.get("x", "")) == pytest.approx(LEFT_PX + 17 * per_second, abs=0.01)
+    assert float(measured.get("width", "")) == pytest.approx(3.5 * per_second, abs=0.01)
+    assert float(measured.get("y", "")) > float(planned.get("y", ""))

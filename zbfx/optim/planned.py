@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zbfx.chain import Chain
 from zbfx.cost import Hardware
 from zbfx.messages import Message
 from zbfx.plan import Action, Kind, Schedule, parts
-from zbfx.validation import Validation
 
 STEPS = 8  # simulated; the last three settle what a step takes
 WRONG = 4  # the step in which forwards run again
@@ -93,11 +93,9 @@ class Task:
     after: tuple[tuple[Key, float], ...] = ()
 
 
-def planned(
-    schedule: Schedule, messages: Sequence[Message], validation: Validation, costs: OptimizerCosts
-) -> OptimizerPlan:
+def planned(schedule: Schedule, messages: Sequence[Message], chain: Chain, costs: OptimizerCosts) -> OptimizerPlan:
     def end_s(*, barrier: bool, wrong: frozenset[int] = frozenset()) -> list[float]:
-        steps = Steps(schedule, messages, validation, costs, barrier)
+        steps = Steps(schedule, messages, chain, costs, barrier)
         ranks = range(len(schedule.ranks))
         return step_ends([[t for n in range(STEPS) for t in steps.of(rank, n, n in wrong)] for rank in ranks])
 
@@ -140,13 +138,13 @@ class Steps:
         self,
         schedule: Schedule,
         messages: Sequence[Message],
-        validation: Validation,
+        chain: Chain,
         costs: OptimizerCosts,
         barrier: bool,
     ) -> None:
-        self.schedule, self.validation, self.costs, self.barrier = schedule, validation, costs, barrier
+        self.schedule, self.chain, self.costs, self.barrier = schedule, chain, costs, barrier
         self.orders = [[part for action in order for part in parts(action)] for order in schedule.ranks]
-        self.early = {a for order, count in zip(self.orders, validation.prefix, strict=True) for a in order[:count]}
+        self.early = {a for order, count in zip(self.orders, chain.prefix, strict=True) for a in order[:count]}
         self.guests = dict(schedule.beside)
         self.hosts = set(self.guests.values())
         edges = {(edge.source, edge.target): edge for edge in schedule.costs.edges}
@@ -161,7 +159,7 @@ class Steps:
 
     def of(self, rank: int, step: int, wrong: bool) -> Iterator[Task]:
         """What a rank does in a step; `wrong`: the optimizer step before it was."""
-        order, prefix = self.orders[rank], self.validation.prefix[rank]
+        order, prefix = self.orders[rank], self.chain.prefix[rank]
         first = "first" if wrong else "final"
         if not self.barrier:
             yield from (self.action(a, step, first) for a in order[:prefix])
@@ -186,13 +184,13 @@ class Steps:
         return Task((action, step, run), seconds, after)
 
     def verdict(self, rank: int, step: int) -> Task:
-        source = self.validation.neighbours(rank).after
+        source = self.chain.neighbours(rank).after
         known: Key = ("state", step - 1, rank) if source is None else ("verdict", step, source)
         after = () if source is None and step == 0 else ((known, 0.0 if source is None else self.costs.hop_s),)
         return Task(("verdict", step, rank), 0.0, after)
 
     def state(self, rank: int, step: int) -> Task:
-        source = self.validation.neighbours(rank).before
+        source = self.chain.neighbours(rank).before
         waits = () if self.barrier or source is None else ((("state", step, source), self.costs.hop_s),)
         return Task(("state", step, rank), 0.0, waits)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zbfx.chain import chain_of, loss_layout, order_of_ranks
 from zbfx.codegen import optimizer_program
 from zbfx.cost import hardware_of
 from zbfx.engine import take_turns
@@ -23,7 +24,6 @@ from zbfx.optim.trained import Trained
 from zbfx.optim.undo import Undo
 from zbfx.run import RankRunner
 from zbfx.step import LocalStep, Step
-from zbfx.validation import chain_of, validation_of
 
 WITH_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
@@ -108,7 +108,7 @@ class PostValidated(torch.optim.Optimizer):
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         holders = self.holders = trained.holders
         names = [name for name in self.parameters if name in self.stages]
-        self.layout = Layout.of(names, chain_of(pipe.schedule, pipe.loss_rank), holders)
+        self.layout = Layout.of(names, order_of_ranks(pipe.schedule, pipe.loss_rank), holders)
         self.shares = []
         for runner in step.engine.runners:
             counted = [n for n in names if self.layout.counted_by[n] == runner.rank and id(self.parameters[n]) in held]
@@ -127,9 +127,9 @@ class PostValidated(torch.optim.Optimizer):
         """The programs that pass the state on, one for each rank of this process."""
         pipe = self.target.engine.pipe
         messages, layout = messages_of(pipe.stages, pipe.schedule), self.layout
-        validation = validation_of(pipe.schedule, messages, layout.chain, layout.size, pipe.reduction.dtype)
-        programs = [optimizer_program(validation, pipe.schedule, share.rank) for share in self.shares]
-        transports = self.target.transports(programs, validation.pairs)
+        chain = chain_of(pipe.schedule, messages, layout.chain, loss_layout(pipe.stages), layout.size)
+        programs = [optimizer_program(chain, pipe.schedule, share.rank) for share in self.shares]
+        transports = self.target.transports(programs, chain.pairs)
         for share, program, transport in zip(self.shares, programs, transports, strict=True):
             runner = RankRunner(program, pipe.tensors(), transport, ())
             runner.bound("reduce").run = lambda *state, share=share: self.reduce(share, *state)
@@ -153,7 +153,7 @@ class PostValidated(torch.optim.Optimizer):
         """What a step takes with a barrier and without; `step_s`: measured seconds of the optimizer, by rank."""
         pipe = self.target.engine.pipe
         messages, layout = messages_of(pipe.stages, pipe.schedule), self.layout
-        validation = validation_of(pipe.schedule, messages, layout.chain, layout.size, pipe.reduction.dtype)
+        chain = chain_of(pipe.schedule, messages, layout.chain, loss_layout(pipe.stages), layout.size)
         held = [
             sum(self.parameters[name].nbytes for name in self.stages if rank in self.holders[name])
             for rank in range(len(layout.chain))
@@ -162,7 +162,7 @@ class PostValidated(torch.optim.Optimizer):
         costs = estimated(self.optimizer, held, exact=exact, hardware=hardware_of(pipe.device))
         if step_s is not None:
             costs = replace(costs, step_s=tuple(step_s))
-        return planned(pipe.schedule, messages, validation, costs)
+        return planned(pipe.schedule, messages, chain, costs)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, divide_by: float = 1.0) -> None:  # type: ignore[override]

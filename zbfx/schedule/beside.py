@@ -52,7 +52,7 @@ def run_beside(schedule: Schedule, stages: frozenset[int] | None = None, *, move
         ranks=tuple(rank.order for rank in best),
         spans=timed.spans,
         beside=tuple(pairs.items()),
-        expected_s=makespan_s(expected(costs, best)),
+        expected_s=iteration_s(expected(costs, best)),
         peak_bytes=tuple(map(max, peaks, timed.peak_bytes)),
         notes=(*schedule.notes, note),
     )
@@ -111,7 +111,7 @@ def soonest(costs: CostTable, options: Sequence[Sequence[Arrangement]]) -> list[
     """One arrangement per rank: the best that all ranks have alike, then improved rank by rank."""
 
     def seconds(choice: Sequence[Arrangement]) -> float:
-        return makespan_s(expected(costs, choice))
+        return iteration_s(expected(costs, choice))
 
     alike = [[rank[min(k, len(rank) - 1)] for rank in options] for k in range(max(map(len, options)))]
     best = min(alike, key=seconds)
@@ -127,8 +127,9 @@ def soonest(costs: CostTable, options: Sequence[Sequence[Arrangement]]) -> list[
     return best
 
 
-def makespan_s(spans: Sequence[Sequence[Span]]) -> float:
-    return max((span.end_s for rank in spans for span in rank), default=0.0)
+def iteration_s(ranks: Sequence[Sequence[Span]]) -> float:
+    """As of `Schedule.iteration_s`; a rank's spans are in the order of their starts."""
+    return max((max(span.end_s for span in spans) - spans[0].start_s for spans in ranks if spans), default=0.0)
 
 
 def peak_bytes(order: Sequence[Action], costs: CostTable, pairs: Pairs) -> Number:
@@ -198,6 +199,17 @@ def expected(costs: CostTable, ranks: Sequence[Arrangement]) -> tuple[tuple[Span
                 progress = True
     assert all(position == len(queue) for position, queue in zip(positions, queues, strict=True)), "a checked schedule"
     return tuple(map(tuple, spans))
+
+
+def as_they_run(schedule: Schedule) -> tuple[tuple[Span, ...], ...]:
+    """When the actions of a schedule run, with Ws beside Bs: its `spans` where there are none."""
+    if not schedule.beside:
+        return schedule.spans
+    guests = dict(schedule.beside)
+    orders = [tuple(part for action in order for part in parts(action)) for order in schedule.ranks]
+    return expected(
+        schedule.costs, [Arrangement(order, {a: guests[a] for a in order if a in guests}) for order in orders]
+    )
 
 
 def sources_of(kind: Kind, stage: int, costs: CostTable) -> list[tuple[int, float]]:

@@ -1,13 +1,16 @@
-"""A schedule as an SVG picture: one lane per rank, time to the right, the memory each rank holds under its lane.
+"""A schedule as an SVG picture: one lane per rank, time to the right, the memory each rank holds under its lane; and a
+measured step beside its plan.
 
 Every action is a `<rect>` with a `<title>` that names it and its times, so viewers show both on hover.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from zbfx.plan import Kind, Schedule, Span
+from zbfx.schedule.beside import as_they_run
 from zbfx.schedule.simulate import simulate
 from zbfx.show.text import amount, labeller, summary
 
@@ -30,6 +33,42 @@ def svg(schedule: Schedule, width_px: int = 1400) -> str:
         body.append(f'<rect x="{LEFT_PX}" y="{top}" width="{right - LEFT_PX:.2f}" height="{LANE_PX}" fill="#f2f2f2"/>')
         body += [action_rect(schedule, span, top, scale) for span in spans]
         body.append(memory_area(curve, most, top + LANE_PX, scale, right, schedule.peak_bytes[rank]))
+    return document(body, width_px, height_px)
+
+
+def comparison(schedule: Schedule, measured: Sequence[Sequence[Span]], width_px: int = 1400) -> str:
+    """Two lanes per rank, the plan above what was measured, on one scale; a W beside a B fills the lower half of its
+    lane."""
+    planned = as_they_run(schedule)
+    planned_s, measured_s = (max(span.end_s for spans in lanes for span in spans) for lanes in (planned, measured))
+    scale = (width_px - LEFT_PX - 8) / max(planned_s, measured_s)
+    body = [
+        f'<text x="4" y="15">{escape(schedule.name)}: planned {planned_s:.6g} s, measured {measured_s:.6g} s '
+        f"from the first start to the last end</text>"
+    ]
+    lanes = [
+        (f"{kind} {rank}", lane[rank])
+        for rank in range(schedule.costs.rank_count)
+        for kind, lane in (("plan", planned), ("step", measured))
+    ]
+    for index, (name, spans) in enumerate(lanes):
+        top = HEAD_PX + index * LANE_PX + (index // 2 + index) * GAP_PX / 2
+        body.append(f'<text x="4" y="{top + 15}">{name}</text>')
+        body += lane_rects(schedule, spans, top, scale)
+    height_px = HEAD_PX + len(lanes) * (LANE_PX + GAP_PX)
+    return document(body, width_px, height_px)
+
+
+def lane_rects(schedule: Schedule, spans: Sequence[Span], top: float, scale: float) -> list[str]:
+    """The actions of a lane; those beside another one last, on top of it."""
+    guests = dict(schedule.beside)
+    alone = [action_rect(schedule, span, top, scale) for span in spans if span.action not in guests]
+    half = LANE_PX / 2
+    beside = [action_rect(schedule, span, top + half, scale, half) for span in spans if span.action in guests]
+    return alone + beside
+
+
+def document(body: Sequence[str], width_px: int, height_px: int) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width_px}" height="{height_px}" '
         f'viewBox="0 0 {width_px} {height_px}" font-family="monospace" font-size="11">\n'
@@ -38,7 +77,7 @@ def svg(schedule: Schedule, width_px: int = 1400) -> str:
     )
 
 
-def action_rect(schedule: Schedule, span: Span, top: float, scale: float) -> str:
+def action_rect(schedule: Schedule, span: Span, top: float, scale: float, height_px: float = LANE_PX) -> str:
     """One action; later stages of a rank are drawn paler, its number appears where there is room."""
     action = span.action
     x, width = LEFT_PX + span.start_s * scale, (span.end_s - span.start_s) * scale
@@ -47,10 +86,10 @@ def action_rect(schedule: Schedule, span: Span, top: float, scale: float) -> str
     title = f"<title>{action}: {span.start_s:.6g} to {span.end_s:.6g}</title>"
     rect = (
         f'<rect class="action" data-microbatch="{action.microbatch}" x="{x:.2f}" y="{top}" width="{width:.2f}" '
-        f'height="{LANE_PX}" fill="{FILLS[action.kind]}" fill-opacity="{max(0.4, 1 - 0.3 * depth):.1f}" '
+        f'height="{height_px:g}" fill="{FILLS[action.kind]}" fill-opacity="{max(0.4, 1 - 0.3 * depth):.1f}" '
         f'stroke="#333" stroke-width="0.5">{title}</rect>'
     )
-    if len(label) * CHARACTER_PX > width:
+    if len(label) * CHARACTER_PX > width or height_px < LANE_PX:
         return rect
     middle = x + width / 2
     return rect + f'<text x="{middle:.2f}" y="{top + 15}" text-anchor="middle" pointer-events="none">{label}</text>'

@@ -1,15 +1,16 @@
-"""What an optimizer step without a barrier adds to the programs (section 4 of the paper): who passes what to whom, and
-how far a rank may run before it must know whether the last step of its optimizer was right.
+"""What goes along the chain of ranks: the loss in every program, and what an optimizer step without a barrier adds.
 
-After its last action a rank receives the gradient norms known so far (message `state>2`: to rank 2), adds its own and
-passes them on along a chain of ranks, whose last one knows all. Meanwhile every rank steps its optimizer. The full
-state comes back along the chain (`verdict>1`) while the forwards of the next step run: each rank looks at it after
-its *prefix*, the forwards before its first backward. If an early step was wrong, all ranks see so in the same
-numbers, correct it, and run the prefix again. Whatever is sent in a prefix and read after the reader's own prefix was
-made with wrong weights too: it is received and dropped before the prefix runs again.
+The loss goes from the rank that has it back along the chain (message `loss>1`: to rank 1) as soon as the plan says that
+it does not wait for anybody: a broadcast at the end of the step would be a barrier, where the next step's forwards can
+begin.
 
-The loss goes the same way back (`loss>1`), as soon as the plan says that it does not wait for anybody: a broadcast at
-the end of the step would be a barrier itself.
+Steps of an optimizer that waits for no barrier are validated (section 4 of the paper). After its last action a rank
+receives the gradient norms known so far (`state>2`), adds its own and passes them on along the chain, whose last rank
+knows all. Meanwhile every rank steps its optimizer. The full state comes back along the chain (`verdict>1`) while the
+forwards of the next step run: each rank looks at it after its *prefix*, the forwards before its first backward. If an
+early step was wrong, all ranks see so in the same numbers, correct it, and run the prefix again. Whatever is sent in a
+prefix and read after the reader's own prefix was made with wrong weights too: it is received and dropped before the
+prefix runs again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 
+from zbfx.graphs import Phase, Stage
 from zbfx.messages import POST_AHEAD, Message, TensorLayout
 from zbfx.plan import Action, Kind, Schedule, parts
 
@@ -34,34 +36,35 @@ class Neighbours(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Validation:
-    """`chain`: the ranks in the order in which the state passes; the loss arises on the last. Per rank: `prefix`, how
-    many of its unfused actions run before it looks at the verdict, and `loss_at`, before which of them it passes on
-    the loss."""
+class Chain:
+    """`ranks`: in the order in which the state passes; the loss arises on the last. Per rank: `loss_at`, before which
+    of its unfused actions it passes on the loss, and `prefix`, how many of them run before it looks at the verdict;
+    with no `state` there is none."""
 
-    chain: tuple[int, ...]
+    ranks: tuple[int, ...]
     prefix: tuple[int, ...]
     loss_at: tuple[int, ...]
-    state: TensorLayout
     loss: TensorLayout
+    state: TensorLayout | None = None
 
     def neighbours(self, rank: int) -> Neighbours:
-        place = self.chain.index(rank)
-        after = self.chain[place + 1] if place + 1 < len(self.chain) else None
-        return Neighbours(self.chain[place - 1] if place else None, after)
+        place = self.ranks.index(rank)
+        after = self.ranks[place + 1] if place + 1 < len(self.ranks) else None
+        return Neighbours(self.ranks[place - 1] if place else None, after)
 
     def message(self, kind: str, source: int, target: int) -> Message:
         layout = self.loss if kind == "loss" else self.state
+        assert layout is not None, "a chain that passes a state"
         return Message(f"{kind}>{target}", None, None, source, target, (kind,), (layout,))
 
     @property
     def pairs(self) -> set[tuple[int, int]]:
         """The (source, target) ranks between which the state and the verdict travel."""
-        links = list(zip(self.chain, self.chain[1:], strict=False))
+        links = list(zip(self.ranks, self.ranks[1:], strict=False))
         return {*links, *((after, before) for before, after in links)}
 
 
-def chain_of(schedule: Schedule, loss_rank: int) -> tuple[int, ...]:
+def order_of_ranks(schedule: Schedule, loss_rank: int) -> tuple[int, ...]:
     """All ranks: those whose backwards begin last come first, and the rank of the loss, which begins, last."""
     first_backward = [
         next((span.start_s for span in spans if span.action.kind is not Kind.F), 0.0) for spans in schedule.spans
@@ -70,19 +73,39 @@ def chain_of(schedule: Schedule, loss_rank: int) -> tuple[int, ...]:
     return tuple(sorted(ranks, key=lambda rank: (rank == loss_rank, -first_backward[rank], rank)))
 
 
-def validation_of(
-    schedule: Schedule, messages: Sequence[Message], chain: tuple[int, ...], state_size: int, loss: torch.dtype
-) -> Validation:
+def chain_of(
+    schedule: Schedule,
+    messages: Sequence[Message],
+    ranks: tuple[int, ...],
+    loss: TensorLayout,
+    state_size: int | None = None,
+) -> Chain:
+    """The chain of these ranks (`order_of_ranks`); with `state_size`, one along which optimizer steps are validated."""
     orders = [[part for action in order for part in parts(action)] for order in schedule.ranks]
     starts = [
         # An action beside another may start before the one that it comes after in the order.
         list(accumulate((span.start_s for span in spans for _ in parts(span.action)), max))
         for spans in schedule.spans
     ]
-    prefix = prefixes(orders, messages)
-    loss_at = loss_positions(chain, orders, starts, prefix)
-    state = TensorLayout((state_size,), (1,), torch.float64)
-    return Validation(chain, prefix, loss_at, state, TensorLayout((), (), loss))
+    prefix = (0,) * len(ranks) if state_size is None else prefixes(orders, messages)
+    state = None if state_size is None else TensorLayout((state_size,), (1,), torch.float64)
+    return Chain(ranks, prefix, loss_positions(ranks, orders, starts, prefix), loss, state)
+
+
+def loss_phase(stages: Sequence[Stage]) -> Phase:
+    return next(phase for stage in stages for phase in stage.phases.values() if phase.has_loss)
+
+
+def loss_rank(stages: Sequence[Stage], placement: Sequence[int]) -> int:
+    """The rank that computes the losses."""
+    return placement[loss_phase(stages).stage]
+
+
+def loss_layout(stages: Sequence[Stage]) -> TensorLayout:
+    """How the loss of the batch travels: a scalar of the losses' dtype."""
+    phase = loss_phase(stages)
+    loss = phase.module.graph.output_node().args[0][len(phase.results)]  # type: ignore[index]
+    return TensorLayout((), (), loss.meta["val"].dtype)  # type: ignore[union-attr]
 
 
 def prefixes(orders: Sequence[Sequence[Action]], messages: Sequence[Message]) -> tuple[int, ...]:
@@ -101,7 +124,7 @@ def prefixes(orders: Sequence[Sequence[Action]], messages: Sequence[Message]) ->
 
 
 def loss_positions(
-    chain: Sequence[int],
+    ranks: Sequence[int],
     orders: Sequence[Sequence[Action]],
     starts: Sequence[Sequence[float]],
     prefix: Sequence[int],
@@ -110,7 +133,7 @@ def loss_positions(
 
     All waiting goes back in the plan's time, so the ranks cannot wait for each other in a circle.
     """
-    *others, last = chain
+    *others, last = ranks
     positions = {last: max((k + 1 for k, action in enumerate(orders[last]) if action.kind is Kind.F), default=0)}
     previous = last
     for rank in reversed(others):
@@ -121,19 +144,19 @@ def loss_positions(
     return tuple(positions[rank] for rank in range(len(orders)))
 
 
-class RankValidation:
+class RankChain:
     """One rank's part in it: what comes from and goes to its neighbours, and when it posts its receives.
 
     `incoming` are the rank's messages and the loss, each sender's in the order in which it sends them. `dropped` are
     those that a prefix sends and that are read after this rank's own.
     """
 
-    def __init__(self, validation: Validation, schedule: Schedule, incoming: Sequence[Message], rank: int) -> None:
-        self.validation, self.rank = validation, rank
-        self.prefix, self.loss_at = validation.prefix[rank], validation.loss_at[rank]
-        self.before, self.after = validation.neighbours(rank)
+    def __init__(self, chain: Chain, schedule: Schedule, incoming: Sequence[Message], rank: int) -> None:
+        self.chain, self.rank = chain, rank
+        self.prefix, self.loss_at = chain.prefix[rank], chain.loss_at[rank]
+        self.before, self.after = chain.neighbours(rank)
         orders = [[part for action in order for part in parts(action)] for order in schedule.ranks]
-        self.early = {a for order, count in zip(orders, validation.prefix, strict=True) for a in order[:count]}
+        self.early = {a for order, count in zip(orders, chain.prefix, strict=True) for a in order[:count]}
         self.dropped = tuple(m for m in incoming if m.producer in self.early and m.consumer not in self.early)
         self.incoming = list(incoming)
         loss, _ = self.passed_on("loss")
@@ -143,18 +166,27 @@ class RankValidation:
                 (
                     k
                     for k, m in enumerate(incoming)
-                    if m.producer and m.source == loss.source and sent_at[m.producer] > validation.loss_at[loss.source]
+                    if m.producer and m.source == loss.source and sent_at[m.producer] > chain.loss_at[loss.source]
                 ),
                 len(incoming),
             )
             self.incoming.insert(place, loss)
 
+    @property
+    def loss(self) -> TensorLayout:
+        return self.chain.loss
+
+    @property
+    def validates(self) -> bool:
+        """Whether this rank looks at an optimizer step's verdict."""
+        return self.chain.state is not None
+
     def passed_on(self, kind: str) -> tuple[Message | None, Message | None]:
         """The message that a rank gets from one neighbour, and the one that it sends to the other."""
         source, target = (self.before, self.after) if kind == "state" else (self.after, self.before)
         return (
-            None if source is None else self.validation.message(kind, source, self.rank),
-            None if target is None else self.validation.message(kind, self.rank, target),
+            None if source is None else self.chain.message(kind, source, self.rank),
+            None if target is None else self.chain.message(kind, self.rank, target),
         )
 
     def needed_at(self) -> dict[str, int]:
