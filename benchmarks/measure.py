@@ -85,9 +85,9 @@ class Marks:
 def measure(
     runnable: Runnable, device: torch.device, *, warmup: int, repeats: int, keep_gradients: bool = True
 ) -> Measured:
-    """Run `warmup` steps, then time half of `repeats`, each of which all ranks begin at the same moment, and `repeats` in
-    a row, as training runs them: no rank waits for another but for its messages. Gradients are zeroed in place before
-    each step, or, unless `keep_gradients`, set to None."""
+    """Run `warmup` steps, then time half of `repeats`, each of which all ranks begin at the same moment, and `repeats`
+    in a row, as training runs them: no rank waits for another but for its messages. Gradients are zeroed in place
+    before each step, or, unless `keep_gradients`, set to None."""
     # Never steps: it zeroes all gradients at once.
     gradients = torch.optim.SGD(runnable.parameters, lr=0.0)
     loss, single_s = None, []

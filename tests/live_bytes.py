@@ -64,17 +64,19 @@ class HoldingTransport(comm.LocalTransport):
     ) -> None:
         super().__init__("counted", messages, mailbox)
         self.counter = counter
-        self.posted: dict[str, tuple[Tensor, ...]] = {}
+        self.buffers: dict[str, tuple[Tensor, ...]] = {}
         self.sent: dict[str, list[Tensor]] = {}
 
     def post(self, key: str) -> None:
-        self.posted[key] = tuple(
+        super().post(key)
+        self.buffers[key] = tuple(
             torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype)
             for layout in self.messages[key].layouts
         )
 
     def receive(self, key: str) -> tuple[Tensor, ...]:
-        values = self.posted.pop(key)
+        self.posted.remove(key)
+        values = self.buffers.pop(key)
         for value, arrived in zip(values, self.mailbox.pop(key)[0], strict=True):
             value.copy_(arrived)
         return values

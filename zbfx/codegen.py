@@ -140,11 +140,11 @@ class RankProgram:
         final: dict[Action, list[Bucket]] = defaultdict(list)  # after which action buckets are
         whole = len(self.order) - reductions.trailing  # the calls before the Ws in parts, which let nothing go
         for position, (action, phase) in enumerate(calls):
-            self.relay_at(position, posts)
+            self.look_at_verdict(position, posts)
             for message in releases[position] if position < whole else ():
                 self.graph.call_function(comm.release, (self.transport, message.key))
-            for message in posts[position]:
-                self.graph.call_function(comm.post, (self.transport, message.key))
+            self.post(posts, position)
+            self.pass_on_loss(position)
             joins = self.fork(self.guests[action]) if action in self.guests else ()
             for message in received[action]:
                 node = self.graph.call_function(comm.receive, (self.transport, message.key))
@@ -162,7 +162,10 @@ class RankProgram:
             if action not in self.beside:
                 for bucket in final.pop(action, ()):
                     self.reduce(bucket)
-        self.relay_at(None, posts)
+        end = len(self.order)
+        self.look_at_verdict(end, posts)
+        self.post(posts, end)
+        self.pass_on_loss(end)
         exchanged = self.exchange_shared_gradients()
         for bucket in reductions.buckets:
             if not bucket.shared:
@@ -185,16 +188,24 @@ class RankProgram:
                 moved[max(position, self.part.prefix) if late else position].append(message)
         return moved
 
-    def relay_at(self, position: int | None, posts: dict[int, list[Message]]) -> None:
-        """What goes along the chain of ranks before the action at a position (None: after the last)."""
+    def post(self, posts: dict[int, list[Message]], position: int) -> None:
+        for message in posts.pop(position, ()):
+            self.graph.call_function(comm.post, (self.transport, message.key))
+
+    def look_at_verdict(self, position: int, posts: dict[int, list[Message]]) -> None:
+        """Before the action at the end of the prefix, where an optimizer step is validated."""
         if self.part.validates and position == self.part.prefix:
-            for message in [m for m in posts[position] if m in self.part.dropped and m.source == self.part.after]:
+            here = posts.get(position, ())
+            for message in [m for m in here if m in self.part.dropped and m.source == self.part.after]:
                 self.graph.call_function(comm.post, (self.transport, message.key))
                 posts[position].remove(message)
             begin = len(self.graph.nodes)
             self.relay.verdict()
             self.verdict = (begin, len(self.graph.nodes))
-        if position == self.part.loss_at or (position is None and not self.batch_loss):
+
+    def pass_on_loss(self, position: int) -> None:
+        """Before the action that the plan says, once everything that comes before it on its channel is posted."""
+        if position == self.part.loss_at and not self.batch_loss:  # Ws in parts come after the last position too
             self.batch_loss = (self.relay.loss(self.losses()),)
 
     def losses(self) -> list[fx.Node]:

@@ -123,17 +123,22 @@ class LocalTransport:
         self, name: str, messages: Mapping[str, Message], mailbox: dict[str, list[tuple[Tensor, ...]]]
     ) -> None:
         self.name, self.messages, self.mailbox = name, messages, mailbox
+        self.posted: set[str] = set()
 
     def post(self, key: str) -> None:
-        """Nothing to do: the mailbox takes any message."""
+        """The mailbox takes any message; programs that forget this would fail between processes."""
+        assert key not in self.posted, f"{self.name}: {key} is posted twice"
+        self.posted.add(key)
 
     def posted_once(self, key: str) -> None:
-        """Nothing to do."""
+        self.posted.add(key)
 
     def ready(self, key: str) -> bool:
+        assert key in self.posted, f"{self.name}: {key} is received before it is posted"
         return key in self.mailbox
 
     def receive(self, key: str) -> tuple[Tensor, ...]:
+        self.posted.remove(key)
         first, *others = self.mailbox.pop(key)
         if others:
             self.mailbox[key] = others
@@ -168,6 +173,7 @@ class LocalTransport:
 
     def drop(self) -> None:
         self.mailbox.clear()
+        self.posted.clear()
 
 
 @dataclass

@@ -295,7 +295,7 @@ class RankRunner:
         try:
             module = self.program.module.get_submodule(str(node.target))
             with stream_of(module):
-                start = recorder.mark() if recorder else None
+                start = recorder.mark() if recorder and action else None
                 result = module.take(box) if isinstance(module, PhaseCall) else module(*box)
                 if recorder and action:
                     recorder.marks.append((action, start, recorder.mark()))
