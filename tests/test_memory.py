@@ -14,6 +14,9 @@ from tests.models import Maker, bert, gpt, gpt2, mlp, unet_batch_norm, unet_grou
 from tests.reference import beside, compiled, rescheduled
 from zbfx.boxed import emptying
 from zbfx.calls import PhaseCall
+from zbfx.codegen import generate
+from zbfx.measure import with_hidden_bytes
+from zbfx.plan import Kind
 
 MICROBATCHES = 5
 LINEAR = ("gpipe", "1f1b", "zb-h1", "zb-h2")
@@ -48,9 +51,22 @@ def test_phases_that_hold_their_arguments_are_predicted_too(make: Maker) -> None
         for module in program.module.modules():
             if isinstance(module, PhaseCall):
                 module.run = emptying(module.phase.module)
-    found = [memory.highest.peak_bytes for memory in replace(pipe, backend="inductor").memory]
+    holding = replace(pipe, setting=replace(pipe.setting, backend="inductor"))
+    found = [memory.highest.peak_bytes for memory in holding.memory]
     assert found == [counter.peak for counter in measured_peaks(pipe, rows_of(make, pipe))]
     assert all(more > less.highest.peak_bytes for more, less in zip(found, pipe.memory, strict=True))
+
+
+def test_what_kernels_were_measured_to_hold_counts_while_they_run() -> None:
+    pipe = compiled(gpt(MICROBATCHES), 2, MICROBATCHES, schedule="zb-h1")
+    hidden = {Kind.F: 10**6, Kind.B: 3 * 10**6, Kind.W: 2 * 10**6}
+    stages = (with_hidden_bytes(pipe.stages[0], hidden), pipe.stages[1])
+    found = replace(pipe, stages=stages, programs=generate(stages, pipe.schedule))
+    for before, after in zip(pipe.memory[0].moments, found.memory[0].moments, strict=True):
+        assert after.left_bytes == before.left_bytes
+        if after.action is not None and before.node:
+            assert after.peak_bytes == before.peak_bytes + hidden[after.action.kind]
+    assert found.memory[1] == pipe.memory[1]
 
 
 def test_values_of_a_w_beside_a_b_are_held_until_it_is_joined() -> None:

@@ -6,6 +6,7 @@ Called with plain arguments, everything that a phase reads would live until it r
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,11 +28,16 @@ class TakesBox(CodeGen):
 
 
 def boxed(phase: Phase) -> Boxed:
-    """The phase's graph as a function of a list, which it empties."""
-    graph = copy_graph(phase.module.graph)
-    graph.set_codegen(TakesBox())
-    module = fx.GraphModule(torch.nn.Module(), graph, phase.name)
-    return module.forward
+    """The phase's graph as a function of a list, which it empties. Its code is made at the first call: of the programs
+    that a search compares, one runs."""
+
+    @cache
+    def forward() -> Boxed:
+        graph = copy_graph(phase.module.graph)
+        graph.set_codegen(TakesBox())
+        return fx.GraphModule(torch.nn.Module(), graph, phase.name).forward
+
+    return lambda box: forward()(box)
 
 
 def emptying(call: Callable[..., Any]) -> Boxed:

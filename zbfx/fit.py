@@ -284,8 +284,9 @@ def caps(costs: CostTable, limits: Sequence[float]) -> list[float]:
 
 
 def activations(costs: CostTable, rank: int) -> float:
-    """M_B of all stages of a rank."""
-    return sum(float(costs.stages[stage].saved_bytes) for stage in costs.stages_of(rank))
+    """The most that a microbatch holds in all stages of a rank, before its Bs (M_B) or after them (M_W)."""
+    stages = [costs.stages[stage] for stage in costs.stages_of(rank)]
+    return sum(max(float(stage.saved_bytes), float(stage.weight_saved_bytes)) for stage in stages)
 
 
 def with_static(costs: CostTable, held: Sequence[float]) -> list[float]:

@@ -152,6 +152,7 @@ class Phase:
     has_loss: bool
     is_random: bool
     part: int | None = None  # a W of some of the stage's parameters
+    hidden_bytes: int = 0  # that its kernels hold beside the graph's values, at most, where that was measured
 
     @property
     def name(self) -> str:

@@ -1,17 +1,14 @@
 """Costs taken on the device: of single nodes (for the partition), of whole phases and of messages (for the plan).
 
-Everything is timed in the state in which it will run: many repetitions back to back, as one captured CUDA graph where
-there is a GPU, so that neither launches nor cold clocks enter. All ranks measure at the same time, each its own
-stages, and share the results: every rank plans from the same numbers.
+All ranks measure at the same time, each its own stages, and share the results: every rank plans from the same numbers.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -20,18 +17,17 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from zbfx.channels import Channels
+from zbfx.clock import TIMINGS, WARM_UP_S, call_s, most_bytes, side_by_side, sustained_s
 from zbfx.cost import Hardware, Link, estimate, node_s
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Joint, Phase, Stage
+from zbfx.lifetimes import CUDA_GRANULE, call_effect, lifetimes, transient_bytes
 from zbfx.passes.nodes import is_view
 from zbfx.plan import CostTable, Edge, Kind, StageCost
 from zbfx.rng import undisturbed
 
-REPETITIONS = 8  # calls per timing, back to back
-TIMINGS = 5  # of which the median counts
 BESIDE = "W beside B"
 LINK_BYTES = 2**24  # of the large sum that a link is timed with
-WARM_UP_S = 2.0  # a GPU lowers its clock within this time of full load
 
 
 def node_timer(
@@ -45,66 +41,36 @@ def node_timer(
     return lambda node: seconds.get(node.name, 0.0)
 
 
+@dataclass(frozen=True)
+class Conditions:
+    """How phases are measured: on `device`, as `compiled` runs them, after `warm_up_s` of load; with `overlap` also Ws
+    beside Bs."""
+
+    device: torch.device
+    compiled: Callable[[Phase], Callable[..., Any]]
+    overlap: bool
+    warm_up_s: float = WARM_UP_S
+
+
 def cost_table(
     costs: CostTable | str,
-    stages: Sequence[Stage],
+    stages: tuple[Stage, ...],
     placement: Sequence[int],
     hardware: Hardware,
-    device: torch.device,
-    compiled: Callable[[Phase], Callable[..., Any]],
-) -> CostTable:
-    """The costs to plan from: the given table, measured ones ("measure") or estimated ones ("estimate")."""
+    conditions: Conditions,
+) -> tuple[tuple[Stage, ...], CostTable]:
+    """The stages, and the costs to plan from: the given table, measured ones ("measure"), which say more about the
+    stages' memory too, or estimated ones ("estimate")."""
     if isinstance(costs, CostTable):
         if costs.placement != tuple(placement):
             raise ZbfxError(f"costs are for the placement {tuple(placement)}; found one for {costs.placement}")
-        return costs
+        return stages, costs
     if costs == "measure":
-        with undisturbed(device):
-            return measured_costs(stages, placement, hardware, device, compiled)
+        with undisturbed(conditions.device):
+            return measured_costs(stages, placement, hardware, conditions)
     if costs == "estimate":
-        return estimate(stages, placement, hardware)
+        return stages, estimate(stages, placement, hardware)
     raise ZbfxError(f"costs is 'estimate', 'measure' or a CostTable; found {costs!r}")
-
-
-def device_s(call: Callable[[], Any], device: torch.device) -> float:
-    """Median seconds of one call, back to back with others."""
-    return graph_s(call) if device.type == "cuda" else clock_s(call)
-
-
-def clock_s(call: Callable[[], Any]) -> float:
-    call()
-    seconds = []
-    for _ in range(TIMINGS):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return median(seconds)
-
-
-def captured(call: Callable[[], Any], repetitions: int) -> torch.cuda.CUDAGraph:
-    """So many calls as a CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(repetitions):
-            call()
-    return graph
-
-
-def graph_s(call: Callable[[], Any]) -> float:
-    graph = captured(call, REPETITIONS)
-    graph.replay()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(TIMINGS + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        graph.replay()
-        mark.record()
-    torch.cuda.synchronize()
-    return median(a.elapsed_time(b) / 1e3 / REPETITIONS for a, b in pairwise(marks))
 
 
 def dummy(value: Any, device: torch.device) -> Any:
@@ -149,7 +115,7 @@ def one_node_s(node: fx.Node, hardware: Hardware, device: torch.device) -> float
     made = {source: dummy(value, device) for source, value in values.items()}
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: made[n])
     try:
-        return device_s(lambda: node.target(*args, **kwargs), device)  # type: ignore[operator]
+        return call_s(lambda: node.target(*args, **kwargs), device)  # type: ignore[operator]
     except (RuntimeError, ValueError, IndexError):
         return node_s(node, hardware)
 
@@ -163,95 +129,87 @@ def from_first_rank(value: Any) -> Any:
 
 
 def measured_costs(
-    stages: Sequence[Stage],
-    placement: Sequence[int],
-    hardware: Hardware,
-    device: torch.device,
-    compiled: Callable[[Phase], Callable[..., Any]],
-) -> CostTable:
-    """The cost table of these stages: phases timed as `compiled` runs them, each by the rank that will, all at once;
-    edges timed as messages between their ranks. Bytes come from the graphs."""
+    stages: tuple[Stage, ...], placement: Sequence[int], hardware: Hardware, conditions: Conditions
+) -> tuple[tuple[Stage, ...], CostTable]:
+    """These stages with the hidden bytes of their phases, and their cost table: phases timed as `compiled` runs them,
+    each by the rank that will, all at once; edges timed as messages between their ranks."""
     table = estimate(stages, placement, hardware)
     ranks = max(placement) + 1
     # With several replicas the first `ranks` processes measure for all; the others put the same load on the machine.
     distributed = dist.is_initialized() and dist.get_world_size() % ranks == 0
     own = [s for s in stages if not distributed or placement[s.index] == dist.get_rank() % ranks]
-    costs: dict[int, StageCost] = {s.index: measured_stage(s, table.stages[s.index], device, compiled) for s in own}
-    if not distributed:
-        return replace(table, stages=tuple(costs[s.index] for s in stages))
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, costs)
-    merged = {index: cost for found in gathered[:ranks] for index, cost in found.items()}
-    edges = tuple(measured_edge(edge, stages, placement, device) for edge in table.edges)
-    return replace(table, stages=tuple(merged[s.index] for s in stages), edges=edges)
+    found = {s.index: measured_stage(s, table.stages[s.index], conditions) for s in own}
+    edges = table.edges
+    if distributed:
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, found)
+        found = {index: measured for part in gathered[:ranks] for index, measured in part.items()}
+        edges = tuple(measured_edge(edge, stages, placement, conditions.device) for edge in edges)
+    known = tuple(with_hidden_bytes(s, found[s.index].hidden_bytes) for s in stages)
+    costs = tuple(replace(found[s.index].cost, transient_bytes=transient_bytes(s)) for s in known)
+    return known, replace(table, stages=costs, edges=edges)
+
+
+def with_hidden_bytes(stage: Stage, hidden: Mapping[Kind, int]) -> Stage:
+    phases = {kind: replace(phase, hidden_bytes=hidden.get(kind, 0)) for kind, phase in stage.phases.items()}
+    return replace(stage, phases=phases)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A stage's seconds, and per phase what its kernels hold beside the values of its graph."""
+
+    cost: StageCost
+    hidden_bytes: Mapping[Kind, int]
 
 
 @torch.no_grad()
-def measured_stage(
-    stage: Stage, estimated: StageCost, device: torch.device, compiled: Callable[[Phase], Callable[..., Any]]
-) -> StageCost:
+def measured_stage(stage: Stage, estimated: StageCost, conditions: Conditions) -> Measured:
     """The stage's phases, timed in turn as a step runs them, until the device has the clock it keeps under load."""
+    device = conditions.device
     calls: dict[Kind, Callable[[], Any]] = {}
     for kind, phase in stage.phases.items():
         if not phase.is_empty:
             inputs = phase.module.graph.find_nodes(op="placeholder")
             args = [dummy(node.meta["val"], device) if "val" in node.meta else 0 for node in inputs]
-            calls[kind] = partial(compiled(phase), *args)
-    seconds = sustained_s({str(kind): call for kind, call in calls.items()}, device)
-    return replace(
+            calls[kind] = partial(conditions.compiled(phase), *args)
+    hidden = {kind: hidden_bytes(stage.phases[kind], call, device) for kind, call in calls.items()}
+    seconds = sustained_s({str(kind): call for kind, call in calls.items()}, device, conditions.warm_up_s)
+    cost = replace(
         estimated,
         forward_s=seconds.get(Kind.F, 0.0),
         backward_input_s=seconds.get(Kind.B, 0.0),
         backward_weight_s=seconds.get(Kind.W, 0.0),
-        beside_s=measured_beside_s(calls, seconds, device),
+        beside_s=measured_beside_s(calls, seconds, conditions) if conditions.overlap else None,
     )
+    return Measured(cost, hidden)
+
+
+def hidden_bytes(phase: Phase, call: Callable[[], Any], device: torch.device) -> int:
+    """What a call of the phase holds on a GPU, at its worst, beyond the storages of its graph: workspaces of its
+    kernels, and what a compiler keeps longer than the graph would."""
+    if device.type != "cuda":
+        return 0
+    every = range(len(phase.values))
+    expected = call_effect(lifetimes(phase, CUDA_GRANULE), every, (), dict.fromkeys(every, 0)).peak
+    return max(0, most_bytes(call, device) - expected)
 
 
 def measured_beside_s(
-    calls: Mapping[Kind, Callable[[], Any]], seconds: Mapping[str, float], device: torch.device
+    calls: Mapping[Kind, Callable[[], Any]], seconds: Mapping[str, float], conditions: Conditions
 ) -> float | None:
     """Seconds of B with W beside it, as much as a step of such pairs and of Fs takes beyond the Fs.
 
     Timed apart from B and W in turn: a device that does more at once draws more power, and lowers its clock for it.
     What that takes from the Fs is the pairs' doing.
     """
+    device = conditions.device
     if device.type != "cuda" or not {Kind.B, Kind.W} <= set(calls):
         return None
-    pair = partial(side_by_side, calls[Kind.W], calls[Kind.B], torch.cuda.Stream(device))
+    pair = partial(side_by_side, calls[Kind.W], calls[Kind.B], device)
     forward = {str(Kind.F): calls[Kind.F]} if Kind.F in calls else {}
-    mixed = sustained_s({**forward, BESIDE: pair}, device)
+    mixed = sustained_s({**forward, BESIDE: pair}, device, conditions.warm_up_s)
     return sum(mixed.values()) - (seconds[Kind.F] if forward else 0.0)
-
-
-def side_by_side(one: Callable[[], Any], other: Callable[[], Any], stream: torch.cuda.Stream) -> Any:
-    """Both calls at once, the first on `stream`; the results stay alive until both have ended."""
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        first = one()
-    second = other()
-    torch.cuda.current_stream().wait_stream(stream)
-    return first, second
-
-
-def sustained_s(calls: Mapping[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
-    """Median seconds of each call, all of them in turn, the first `WARM_UP_S` left out on a GPU."""
-    if device.type != "cuda":
-        return {kind: clock_s(call) for kind, call in calls.items()}
-    graphs = {kind: captured(call, repetitions=1) for kind, call in calls.items()}
-    seconds: dict[str, list[float]] = {kind: [] for kind in calls}
-    end = time.perf_counter() + WARM_UP_S
-    while time.perf_counter() < end or min(map(len, seconds.values()), default=TIMINGS) < TIMINGS:
-        warm = time.perf_counter() >= end
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(graphs) + 1)]
-        marks[0].record()
-        for graph, mark in zip(graphs.values(), marks[1:], strict=True):
-            graph.replay()
-            mark.record()
-        marks[-1].synchronize()
-        for kind, (start, stop) in zip(graphs, pairwise(marks), strict=True):
-            if warm:
-                seconds[kind].append(start.elapsed_time(stop) / 1e3)
-    return {kind: median(found) for kind, found in seconds.items()}
 
 
 def measured_edge(edge: Edge, stages: Sequence[Stage], placement: Sequence[int], device: torch.device) -> Edge:

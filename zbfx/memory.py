@@ -8,24 +8,42 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zbfx import streams
 from zbfx.batch import Signature
 from zbfx.calls import AddToGradient, Gradient, PartialSum, PhaseCall
 from zbfx.codegen import Program
-from zbfx.graphs import Joint, Role
-from zbfx.lifetimes import lifetimes, rounded
+from zbfx.graphs import Joint, Phase, Role
+from zbfx.lifetimes import CUDA_GRANULE, Lifetimes, lifetimes, rounded
 from zbfx.passes.nodes import value_bytes
 from zbfx.plan import Action, Kind, Schedule, parts
 from zbfx.walk import Moment, Walk, called, live_at, strides_of
 
 ADAM_SLOTS = 2.0
-CUDA_GRANULE = 512  # PyTorch's allocator on CUDA gives out multiples of it
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What runs a pipeline: it decides what a rank holds beside the values of its program. `optimizer_slots` tensors of
+    its size for each parameter; `measured`: costs were, and, with `overlap`, those of Ws beside Bs."""
+
+    device: torch.device
+    backend: str
+    optimizer_slots: float
+    measured: bool
+    overlap: bool
+
+    def streams(self, program: Program) -> int:
+        """How many streams multiply matrices: the current one, that of captures, and the one for Ws beside Bs."""
+        captures = self.measured or self.backend.startswith("cudagraph")
+        beside = any(isinstance(module, streams.Beside) for module in program.module.modules())
+        return 1 + captures + (beside or (self.measured and self.overlap))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,45 +80,51 @@ class RankMemory:
         return self.static.total + self.highest.peak_bytes
 
 
-def rank_memory(program: Program, static: Static, granule: int = 1, *, empties: bool = True) -> RankMemory:
-    """Walk a program, with sizes in multiples of `granule`. `empties`: phases let go of what they read last."""
-    named = [(name, called(module)) for name, module in program.module.named_children()]
-    calls = {name: module for name, module in named if isinstance(module, PhaseCall)}
-    phases = {name: lifetimes(call.phase, granule, empties=empties) for name, call in calls.items()}
-    walk = Walk(program, phases, {}, strides_of(program), granule)
-    walk.run()
-    moments = tuple(walk.moments)
-    highest = max(range(len(moments)), key=lambda k: moments[k].peak_bytes)
-    return RankMemory(program.rank, static, moments, live_at(walk, moments, highest))
+@dataclass(frozen=True)
+class Predictor:
+    """Says what the ranks of a pipeline hold. `known` are the lifetimes in phases, which programs share."""
 
+    joint: Joint
+    signature: Signature
+    microbatches: int
+    setting: Setting
+    known: dict[int, tuple[Phase, Lifetimes]] = field(default_factory=dict)
 
-def memory_of(
-    joint: Joint,
-    signature: Signature,
-    microbatches: int,
-    device: torch.device,
-    optimizer_slots: float,
-    backend: str,
-    programs: Sequence[Program],
-) -> tuple[RankMemory, ...]:
-    """What each rank holds in a step on such a device.
+    def memory(self, programs: Sequence[Program]) -> tuple[RankMemory, ...]:
+        """What each rank holds in a step."""
+        return tuple(map(self.rank_memory, programs))
 
-    Phases that are compiled hold their arguments to the end, and count with the storages of the ops they are made from.
-    """
-    granule = CUDA_GRANULE if device.type == "cuda" else 1
-    whole = {spec.name for spec in signature.tensors if spec.batch_dim is None}
-    return tuple(
-        rank_memory(
-            program,
-            replace(
-                static_of(program, joint, microbatches, whole, optimizer_slots, granule),
-                workspace=workspace_bytes(device),
-            ),
-            granule,
-            empties="inductor" not in backend,
+    def rank_memory(self, program: Program) -> RankMemory:
+        """Walk a program."""
+        named = [(name, called(module)) for name, module in program.module.named_children()]
+        phases = {name: self.lifetimes(call.phase) for name, call in named if isinstance(call, PhaseCall)}
+        walk = Walk(program, phases, {}, strides_of(program), self.granule)
+        walk.run()
+        moments = tuple(walk.moments)
+        highest = max(range(len(moments)), key=lambda k: moments[k].peak_bytes)
+        static = replace(
+            static_of(program, self.joint, self.microbatches, self.whole, self.setting.optimizer_slots, self.granule),
+            workspace=self.setting.streams(program) * workspace_bytes(self.setting.device),
         )
-        for program in programs
-    )
+        return RankMemory(program.rank, static, moments, live_at(walk, moments, highest))
+
+    @property
+    def granule(self) -> int:
+        """What sizes are multiples of."""
+        return CUDA_GRANULE if self.setting.device.type == "cuda" else 1
+
+    @property
+    def whole(self) -> set[str]:
+        """The inputs that are not cut into microbatches."""
+        return {spec.name for spec in self.signature.tensors if spec.batch_dim is None}
+
+    def lifetimes(self, phase: Phase) -> Lifetimes:
+        """Phases that are compiled hold their arguments to the end, and count with the storages of the ops that they
+        are made from, and with what else they were measured to hold."""
+        if id(phase) not in self.known:
+            empties = "inductor" not in self.setting.backend
+            self.known[id(phase)] = phase, lifetimes(phase, self.granule, empties=empties)
+        return self.known[id(phase)][1]
 
 
 def free_bytes(device: torch.device, ranks: int) -> list[float]:
@@ -118,7 +142,7 @@ def free_bytes(device: torch.device, ranks: int) -> list[float]:
 
 
 def workspace_bytes(device: torch.device) -> int:
-    """What cuBLAS gets from PyTorch's allocator for the stream that computes, once and for good."""
+    """What cuBLAS gets from PyTorch's allocator for each stream that multiplies matrices, once and for good."""
     if device.type != "cuda":
         return 0
     asked = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))

@@ -34,6 +34,7 @@ from zbfx.bind import agree, move_to, refuse_other_values
 from zbfx.boxed import emptying
 from zbfx.chain import chain_of, loss_layout, loss_rank
 from zbfx.channels import Channels
+from zbfx.clock import WARM_S, WARM_UP_S
 from zbfx.codegen import Program, generate
 from zbfx.engine import local_engine, message_pairs, rank_engine
 from zbfx.errors import ZbfxError
@@ -42,7 +43,7 @@ from zbfx.flat import Shards
 from zbfx.graphs import Joint, Stage
 from zbfx.guard import Guard
 from zbfx.loss import Reduction, separate_count
-from zbfx.memory import ADAM_SLOTS, MemoryReport, RankMemory, free_bytes, memory_of
+from zbfx.memory import ADAM_SLOTS, MemoryReport, Predictor, RankMemory, Setting, free_bytes
 from zbfx.messages import SharedGradient, buffer_holders, messages_of, parameter_holders, shared_gradients
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.extract import extract
@@ -151,7 +152,9 @@ def compile(
 
         def at(level: Level) -> tuple[tuple[Stage, ...], CostTable]:
             graphs = extract(repeat(divided, [level] * len(placement), in_flight=stages, random=random))
-            return graphs, measure.cost_table(costs, graphs, placement, hardware, device, phase_compiler(backend))
+            warm_up_s = WARM_UP_S if level == levels[0] else WARM_S
+            conditions = measure.Conditions(device, phase_compiler(backend), overlaps, warm_up_s)
+            return measure.cost_table(costs, graphs, placement, hardware, conditions)
 
         return Forms(at, tuple(unsplit_notes(divided)))
 
@@ -159,11 +162,12 @@ def compile(
         mem_limit = free_bytes(device, stages)
         optimizer_slots = ADAM_SLOTS if optimizer_slots is None else optimizer_slots
     optimizer_slots = optimizer_slots or 0.0
+    setting = Setting(device, backend, optimizer_slots, measured=costs == "measure", overlap=overlaps)
     found = fit(
         [partial(stages_on, placement) for placement in placements],
         levels,
         Request(microbatches, schedule, mem_limit, overlaps),
-        partial(memory_of, raw, signature, microbatches, device, optimizer_slots, backend),
+        Predictor(raw, signature, microbatches, setting).memory,
     )
     pipe = Pipeline(
         model=model,
@@ -176,13 +180,10 @@ def compile(
         stages=found.stages,
         schedule=found.schedule,
         programs=found.programs,
-        device=device,
-        backend=backend,
+        setting=setting,
         request=schedule,
         mem_limit=mem_limit,
-        optimizer_slots=optimizer_slots,
         levels=found.levels,
-        measured=costs == "measure",
         local=local,
     )
     return checked_pipeline(pipe, check)
@@ -206,13 +207,10 @@ class Pipeline:
     stages: tuple[Stage, ...]
     schedule: Schedule
     programs: tuple[Program, ...]
-    device: torch.device
-    backend: str
+    setting: Setting
     request: Any  # the schedule and the limit that compile was asked for
     mem_limit: Any
-    optimizer_slots: float
     levels: tuple[Level, ...]  # of recomputation, of each stage
-    measured: bool = False  # whether costs were: then what replicas add to them is measured too
     reductions: tuple[RankReductions, ...] = ()  # per rank, what is summed over replicas; (): there is one
     local: Mapping[str, nn.Parameter] = field(default_factory=dict)  # this process's parts of sharded parameters
     exposed_s: float = 0.0  # how much longer the iteration time is for it, as planned
@@ -220,8 +218,16 @@ class Pipeline:
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
         """What each rank holds in a step, at every action, by storages (`zbfx.memory`)."""
-        microbatches, slots = self.reduction.microbatches, self.optimizer_slots
-        return memory_of(self.joint, self.signature, microbatches, self.device, slots, self.backend, self.programs)
+        predictor = Predictor(self.joint, self.signature, self.reduction.microbatches, self.setting)
+        return predictor.memory(self.programs)
+
+    @property
+    def device(self) -> torch.device:
+        return self.setting.device
+
+    @property
+    def backend(self) -> str:
+        return self.setting.backend
 
     def memory_report(self) -> MemoryReport:
         """A record that prints what each rank holds: static parts, the peak, and what is live at the peak."""
@@ -308,7 +314,7 @@ class Pipeline:
             )
         if zero not in (0, 1) or (zero and replicas == 1):
             raise ZbfxError(f"zero is 0, or 1 with several replicas; found {zero!r} with {replicas}")
-        link = measure.measured_link(channels) if self.measured and replicas > 1 else None
+        link = measure.measured_link(channels) if self.setting.measured and replicas > 1 else None
         pipe = replicated(self, replicas, link)
         return (sharded(pipe) if zero else pipe).bind_to(channels, options)
 

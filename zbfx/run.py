@@ -23,7 +23,7 @@ from zbfx.flat import FlatGradients, Shards
 from zbfx.graphs import Role
 from zbfx.plan import Action, Kind
 from zbfx.relays import Bound
-from zbfx.streams import Beside, stream_of
+from zbfx.streams import Beside, second_stream, stream_of
 from zbfx.timeline import Recorder
 
 Run = Generator[int, None, tuple[Tensor, ...]]
@@ -118,9 +118,8 @@ class RankRunner:
     def start(self, loss_gradient: Tensor) -> None:
         """Bind every phase to the tensors of this step; gradients start from `.grad`, or from zero."""
         if self.besides and loss_gradient.is_cuda and self.besides[0].stream is None:
-            stream = torch.cuda.Stream(loss_gradient.device)
             for beside in self.besides:
-                beside.stream = stream
+                beside.stream = second_stream(loss_gradient.device)
         for module in self.collected:
             assert self.shards is not None, "made as the pipeline was bound"
             module.tensor = self.shards.flat[module.bucket.key]

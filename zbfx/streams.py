@@ -7,10 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+
+
+@cache
+def second_stream(device: torch.device) -> torch.cuda.Stream:
+    """A device's stream for what runs beside the rest, one for all: every stream that multiplies matrices keeps a
+    workspace of cuBLAS for good."""
+    return torch.cuda.Stream(device)
 
 
 class Beside(nn.Module):

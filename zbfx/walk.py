@@ -140,8 +140,9 @@ class Walk:
         groups = tuple(first.setdefault(id(storage), slot) for slot, storage in enumerate(read))
         owned = tuple(slot for slot in first.values() if not read[slot].holders)
         effect = self.effect(str(node.target), groups, owned, {slot: read[slot].size for slot in first.values()})
-        if self.held + effect.peak > self.peak:
-            self.peak, self.node = self.held + effect.peak, effect.node
+        most = self.held + effect.peak + module.phase.hidden_bytes
+        if most > self.peak:
+            self.peak, self.node = most, effect.node
         self.held += effect.remains
         storages: dict[Slot | None, Value] = dict(enumerate(read)) | {None: None}
         storages |= {slot: Storage(size, module.phase.name) for slot, size in effect.made.items()}
