@@ -245,8 +245,9 @@ class Benchmark:
                 "counts": asdict(post.counts) if post else None,
                 "undo_gib": sum(undo.bytes for undo in post.undos.values()) / 2**30 if post else 0.0,
             }
+            training.step.close()  # captured graphs go before the communicators that they use
             del training, post
-            gc.collect()  # captured graphs go before the communicators that they use
+            gc.collect()
         return results
 
     def together(self, action: Callable[[], Any]) -> Any:

@@ -122,7 +122,7 @@ def measured_peaks(pipe: zbfx.Pipeline, rows: Sequence[Sequence[Tensor]], steps:
         for k, row in enumerate(rows)
     ]
     scale = torch.ones((), dtype=pipe.reduction.dtype) / len(rows)
-    runners[pipe.loss_rank].bound("loss").run = lambda *losses: pipe.reduction.combine(losses, scale)
+    runners[pipe.loss_rank].combine = lambda *losses: pipe.reduction.combine(losses, scale)
     with torch.no_grad():
         for _ in range(steps):
             for runner in runners:

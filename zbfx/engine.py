@@ -40,8 +40,7 @@ class Engine:
         weight = torch.zeros((), dtype=pipe.reduction.dtype, device=pipe.device)
         engine = cls(pipe, runners, weight, torch.zeros_like(weight), channels)
         for runner in runners:
-            if runner.program.chain.after is None:
-                runner.bound("loss").run = lambda *losses: engine.loss(losses)
+            runner.combine = lambda *losses: engine.loss(losses)
         return engine
 
     @property

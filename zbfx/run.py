@@ -7,7 +7,7 @@ waits for its verdict, the program's prefix runs first, and again if the verdict
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -75,7 +75,8 @@ class RankRunner:
         self.keep_gradients = False  # accumulate into the same memory in every step, whatever becomes of `.grad`
         self.kept: dict[str, Tensor] = {}
         self.pending: Pending | None = None
-        self.loss: Tensor | None = None  # of the batch, where the program knows it
+        self.combine: Callable[..., Tensor] | None = None  # the losses of the microbatches to that of the batch
+        self.loss: Tensor | None = None  # of the batch
         self.watched: list[tuple[Action, Tensor]] | None = None  # the largest absolute value that each action made
 
     def continue_from(self, other: RankRunner) -> None:
@@ -120,6 +121,8 @@ class RankRunner:
         if self.besides and loss_gradient.is_cuda and self.besides[0].stream is None:
             for beside in self.besides:
                 beside.stream = second_stream(loss_gradient.device)
+        if self.program.chain.after is None:
+            self.bound("loss").run = self.combine  # anew in each step: several runners may share a program
         for module in self.collected:
             assert self.shards is not None, "made as the pipeline was bound"
             module.tensor = self.shards.flat[module.bucket.key]
@@ -234,6 +237,8 @@ class RankRunner:
         yield from self.execute(range(self.program.verdict[1], len(self.nodes)), environment, step)
         self.transport.finish()
         results: tuple[Tensor, ...] = fx.map_arg(self.nodes[-1].args[0], environment.__getitem__)
+        if self.program.chain.after is None:
+            self.bound("loss").run = None  # the program lives longer than what runs it
         *losses, self.loss = results
         return tuple(losses)
 

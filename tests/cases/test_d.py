@@ -51,6 +51,19 @@ def test_case_40_count_beside_random_numbers() -> None:
     assert [int(count({"targets[0]": part})) for part in targets.split(2)] == [1, 2]
 
 
+def test_case_40_counts_of_two_steps_of_one_pipeline() -> None:
+    """Steps that take turns share their programs, not what a batch counts for."""
+    model = nn.Linear(WIDTH, WIDTH)
+    few, many = torch.tensor([1, -100, -100, -100]), torch.tensor([1, 2, 3, 4])
+    x = numbers(4, WIDTH)
+    pipe = compiled(Problem(model, token_sum, (x,), (many,)), 1, 2)
+    steps = {targets: pipe.run_local() for targets in (few, many)}
+    for _ in range(2):
+        for targets, step in steps.items():
+            expected = F.cross_entropy(model(x), targets, ignore_index=-100).detach()
+            assert float(step(x, targets)) == pytest.approx(float(expected), abs=1e-6)
+
+
 @pytest.mark.parametrize(("reduction", "factor"), [("mean", 1.0), ("sum", 3.0)])
 def test_case_40_reduction_is_explicit(reduction: str, factor: float) -> None:
     problem = Problem(layers(3), squares, (numbers(6, WIDTH),))
