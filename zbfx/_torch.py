@@ -10,6 +10,7 @@ FunctionalTensor                    2.11.0, 2.13.0   tensors whose in-place writ
 _foreach_norm, _foreach_copy_       2.11.0, 2.13.0   one kernel for many tensors
 reduce_scatter_single, ...          2.13.0           public, and called reduce_scatter_tensor in 2.11.0
 _c10d_functional.wait_tensor        2.11.0, 2.13.0   the end of a collective in a graph
+compile_fx, GmWrapper               2.11.0, 2.13.0   a graph compiled to a function that empties the list of its arguments
 torch.compiler flags                2.11.0, 2.13.0   what `torch.compiler.is_exporting()` answers
 ShapeEnv, ConstantSource            2.11.0, 2.13.0   sizes that are symbols, and what holds of them
 UntypedStorage._cdata               2.11.0, 2.13.0   the address of a storage, fake ones included
@@ -18,7 +19,7 @@ UntypedStorage._cdata               2.11.0, 2.13.0   the address of a storage, f
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -202,3 +203,14 @@ def size_guards(env: ShapeEnv) -> list[sympy.Basic]:
 def same_storage(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors, fake or not, are views of one storage."""
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def inductor(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """Compile a graph of aten ops for arguments like these: to a function of a list, which it empties, and in which each
+    argument dies at its last use."""
+    from torch._dynamo.utils import GmWrapper
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(GmWrapper(module, lambda args: args), list(examples))  # type: ignore[arg-type]
+    found: Callable[[list[Any]], Any] = compiled
+    return found

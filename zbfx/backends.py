@@ -1,7 +1,7 @@
 """How a rank's program runs: phase by phase from Python, with compiled phases, or as one captured CUDA graph.
 
 eager               the phases' aten ops, launched from Python
-inductor            each phase compiled by torch.compile, after the split
+inductor            each phase compiled by inductor, after the split
 cudagraph           the whole step of the rank, sends and receives included, captured once and replayed (in two parts
                     where an optimizer step is validated between them)
 cudagraph+inductor  compiled phases, captured
@@ -9,7 +9,7 @@ cudagraph+inductor  compiled phases, captured
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from zbfx.engine import Engine, take_turns
 from zbfx.errors import ZbfxError
-from zbfx.graphs import Phase
 from zbfx.rank_step import RankStep
 from zbfx.run import restore
 from zbfx.variants import FORWARD
@@ -39,13 +38,6 @@ def checked_backend(backend: str, device: torch.device) -> str:
             f"backend={backend!r} captures CUDA graphs and needs a CUDA device; found {device}. Use 'eager'"
         )
     return backend
-
-
-def phase_compiler(backend: str) -> Callable[[Phase], Callable[..., Any]]:
-    """What turns a phase into the function that runs it."""
-    if "inductor" not in backend:
-        return lambda phase: phase.module
-    return lambda phase: torch.compile(phase.module, fullgraph=not phase.is_random, dynamic=False)
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """A phase as a function that owns its arguments: it takes them out of a list, and each dies at its last use.
 
 Called with plain arguments, everything that a phase reads would live until it returns: the caller's frame holds it.
+That is so for phases that are compiled and random alone, whose seeds no compiled code may hold.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
+from zbfx._torch import inductor
 from zbfx.graphs import Phase, copy_graph
 
 Boxed = Callable[[list[Any]], Any]
@@ -38,6 +40,36 @@ def boxed(phase: Phase) -> Boxed:
         return fx.GraphModule(torch.nn.Module(), graph, phase.name).forward
 
     return lambda box: forward()(box)
+
+
+class Compiler:
+    """Makes functions of phases, as the backend says. Each phase is compiled once, at its first call, for the layouts
+    of the tensors that it is called with; and again for others."""
+
+    def __init__(self, backend: str) -> None:
+        self.inductor = "inductor" in backend
+        self.known: dict[int, tuple[Phase, Boxed]] = {}
+
+    def __call__(self, phase: Phase) -> Boxed:
+        if not self.inductor:
+            return boxed(phase)
+        if id(phase.module) not in self.known:
+            random = emptying(torch.compile(phase.module, dynamic=False)) if phase.is_random else None
+            self.known[id(phase.module)] = phase, random or compiled(phase)
+        return self.known[id(phase.module)][1]
+
+
+def compiled(phase: Phase) -> Boxed:
+    """The phase's graph, compiled by inductor."""
+    made: dict[tuple[Any, ...], Boxed] = {}
+
+    def run(box: list[Any]) -> Any:
+        layouts = tuple(value.stride() if isinstance(value, Tensor) else None for value in box)
+        if layouts not in made:
+            made[layouts] = inductor(fx.GraphModule(torch.nn.Module(), copy_graph(phase.module.graph), phase.name), box)
+        return made[layouts](box)
+
+    return run
 
 
 def emptying(call: Callable[..., Any]) -> Boxed:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from zbfx.boxed import Boxed
 from zbfx.channels import Channels
 from zbfx.clock import TIMINGS, WARM_UP_S, call_s, most_bytes, side_by_side, sustained_s
 from zbfx.cost import Hardware, Link, estimate, node_s
@@ -47,7 +48,7 @@ class Conditions:
     beside Bs."""
 
     device: torch.device
-    compiled: Callable[[Phase], Callable[..., Any]]
+    compiled: Callable[[Phase], Boxed]
     overlap: bool
     warm_up_s: float = WARM_UP_S
 
@@ -172,7 +173,7 @@ def measured_stage(stage: Stage, estimated: StageCost, conditions: Conditions) -
         if not phase.is_empty:
             inputs = phase.module.graph.find_nodes(op="placeholder")
             args = [dummy(node.meta["val"], device) if "val" in node.meta else 0 for node in inputs]
-            calls[kind] = partial(conditions.compiled(phase), *args)
+            calls[kind] = partial(keeping, conditions.compiled(phase), args)
     hidden = {kind: hidden_bytes(stage.phases[kind], call, device) for kind, call in calls.items()}
     seconds = sustained_s({str(kind): call for kind, call in calls.items()}, device, conditions.warm_up_s)
     cost = replace(
@@ -183,6 +184,11 @@ def measured_stage(stage: Stage, estimated: StageCost, conditions: Conditions) -
         beside_s=measured_beside_s(calls, seconds, conditions) if conditions.overlap else None,
     )
     return Measured(cost, hidden)
+
+
+def keeping(run: Boxed, args: Sequence[Any]) -> Any:
+    """A call whose arguments live on."""
+    return run(list(args))
 
 
 def hidden_bytes(phase: Phase, call: Callable[[], Any], device: torch.device) -> int:

@@ -119,10 +119,10 @@ class Predictor:
         return {spec.name for spec in self.signature.tensors if spec.batch_dim is None}
 
     def lifetimes(self, phase: Phase) -> Lifetimes:
-        """Phases that are compiled hold their arguments to the end, and count with the storages of the ops that they
-        are made from, and with what else they were measured to hold."""
+        """Compiled phases count with the storages of the ops that they are made from, and with what else they were
+        measured to hold; random ones hold their arguments to the end."""
         if id(phase) not in self.known:
-            empties = "inductor" not in self.setting.backend
+            empties = not (phase.is_random and "inductor" in self.setting.backend)
             self.known[id(phase)] = phase, lifetimes(phase, self.granule, empties=empties)
         return self.known[id(phase)][1]
 

@@ -28,10 +28,10 @@ from zbfx.arguments import (
     placements_of,
     whole_number,
 )
-from zbfx.backends import CapturedStep, checked_backend, phase_compiler
+from zbfx.backends import CapturedStep, checked_backend
 from zbfx.batch import Signature
 from zbfx.bind import agree, move_to, refuse_other_values
-from zbfx.boxed import emptying
+from zbfx.boxed import Compiler
 from zbfx.chain import chain_of, loss_layout, loss_rank
 from zbfx.channels import Channels
 from zbfx.clock import WARM_S, WARM_UP_S
@@ -144,6 +144,7 @@ def compile(
     raw = separate_count(raw)
     reduction = Reduction.of(raw, loss_reduction, microbatches)
     joint, random = canonicalize(raw), not backend.startswith("cudagraph")
+    compiler = Compiler(backend)
     node_s = measure.node_timer(costs, joint, hardware, device)
 
     def stages_on(placement: Sequence[int]) -> Forms:
@@ -153,7 +154,7 @@ def compile(
         def at(level: Level) -> tuple[tuple[Stage, ...], CostTable]:
             graphs = extract(repeat(divided, [level] * len(placement), in_flight=stages, random=random))
             warm_up_s = WARM_UP_S if level == levels[0] else WARM_S
-            conditions = measure.Conditions(device, phase_compiler(backend), overlaps, warm_up_s)
+            conditions = measure.Conditions(device, compiler, overlaps, warm_up_s)
             return measure.cost_table(costs, graphs, placement, hardware, conditions)
 
         return Forms(at, tuple(unsplit_notes(divided)))
@@ -181,6 +182,7 @@ def compile(
         schedule=found.schedule,
         programs=found.programs,
         setting=setting,
+        compiler=compiler,
         request=schedule,
         mem_limit=mem_limit,
         levels=found.levels,
@@ -208,6 +210,7 @@ class Pipeline:
     schedule: Schedule
     programs: tuple[Program, ...]
     setting: Setting
+    compiler: Compiler
     request: Any  # the schedule and the limit that compile was asked for
     mem_limit: Any
     levels: tuple[Level, ...]  # of recomputation, of each stage
@@ -337,10 +340,8 @@ class Pipeline:
             buckets = self.reductions[place.rank].shards
             runner.shards = Shards(buckets, tensors.named, place.replica, len(place.replicas))
         options = replace(options, seed=int(channels.gather(options.seed)[0]))
-        if "inductor" in self.backend:
-            compiled = phase_compiler(self.backend)
-            for call in runner.calls:
-                call.run = emptying(compiled(call.phase))
+        for call in runner.calls:
+            call.run = self.compiler(call.phase)
         step_type = CapturedStep if self.backend.startswith("cudagraph") else RankStep
         return step_type(engine, options, channels, tensors)
 
