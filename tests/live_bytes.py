@@ -18,7 +18,7 @@ import zbfx
 from zbfx import comm, rng
 from zbfx.engine import take_turns
 from zbfx.messages import Message
-from zbfx.run import RankRunner
+from zbfx.run import RankRunner, Wait
 
 
 class LiveBytes(TorchDispatchMode):
@@ -59,13 +59,11 @@ class HoldingTransport(comm.LocalTransport):
     """Messages within one process that hold what messages between processes hold: receives from when they are posted,
     sent values until they are released. What travels between the ranks is a copy that no rank counts."""
 
-    def __init__(
-        self, messages: Mapping[str, Message], mailbox: dict[str, list[tuple[Tensor, ...]]], counter: LiveBytes
-    ) -> None:
+    def __init__(self, messages: Mapping[str, Message], mailbox: comm.Mailbox, counter: LiveBytes) -> None:
         super().__init__("counted", messages, mailbox)
         self.counter = counter
         self.buffers: dict[str, tuple[Tensor, ...]] = {}
-        self.sent: dict[str, list[Tensor]] = {}
+        self.held: dict[str, tuple[Tensor, ...]] = {}
 
     def post(self, key: str) -> None:
         super().post(key)
@@ -75,27 +73,24 @@ class HoldingTransport(comm.LocalTransport):
         )
 
     def receive(self, key: str) -> tuple[Tensor, ...]:
-        self.posted.remove(key)
         values = self.buffers.pop(key)
-        for value, arrived in zip(values, self.mailbox.pop(key)[0], strict=True):
+        for value, arrived in zip(values, super().receive(key), strict=True):
             value.copy_(arrived)
         return values
 
     def send(self, key: str, values: tuple[Tensor, ...]) -> None:
         layouts = self.messages[key].layouts
-        self.sent[key] = [comm.laid_out(value, layout) for value, layout in zip(values, layouts, strict=True)]
+        self.held[key] = tuple(comm.laid_out(value, layout) for value, layout in zip(values, layouts, strict=True))
         self.counter.paused = True
-        self.mailbox[key] = [tuple(value.clone() for value in self.sent[key])]
+        super().send(key, tuple(value.clone() for value in self.held[key]))
         self.counter.paused = False
 
     def release(self, key: str) -> None:
-        del self.sent[key]
-
-    def finish(self) -> None:
-        self.sent.clear()
+        super().release(key)
+        del self.held[key]
 
 
-def counted(run: Generator[int, None, Any], counter: LiveBytes) -> Generator[int, None, Any]:
+def counted(run: Generator[Wait, None, Any], counter: LiveBytes) -> Generator[Wait, None, Any]:
     """The same run with the counter on whenever it moves."""
     while True:
         with counter:
@@ -109,7 +104,7 @@ def counted(run: Generator[int, None, Any], counter: LiveBytes) -> Generator[int
 def measured_peaks(pipe: zbfx.Pipeline, rows: Sequence[Sequence[Tensor]], steps: int = 1) -> list[LiveBytes]:
     """Per rank, the counter after so many steps on these microbatches."""
     tensors = pipe.tensors()
-    mailbox: dict[str, list[tuple[Tensor, ...]]] = {}
+    mailbox = comm.Mailbox()
     counters = [LiveBytes() for _ in pipe.programs]
     specs = pipe.signature.tensors
     runners = []

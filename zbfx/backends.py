@@ -19,7 +19,7 @@ from torch import Tensor
 from zbfx.engine import Engine, take_turns
 from zbfx.errors import ZbfxError
 from zbfx.rank_step import RankStep
-from zbfx.run import restore
+from zbfx.run import Wait, restore
 from zbfx.variants import FORWARD
 
 if TYPE_CHECKING:
@@ -138,6 +138,6 @@ class CapturedStep(RankStep):
         return Capture(graph, runner.loss, prefix, received, tuple(runner.watched or ()))
 
 
-def finished(run: Generator[int, None, T]) -> T:
+def finished(run: Generator[Wait, None, T]) -> T:
     """The result of a run whose messages arrive by themselves."""
     return take_turns([run])[0]

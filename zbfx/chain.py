@@ -199,14 +199,9 @@ class RankChain:
         return needed | {m.key: self.loss_at for m in self.incoming if m.producer is None}
 
     def not_before(self) -> dict[str, int]:
-        """Before which action these messages may not be posted yet. Channels keep the order of sending: what is sent
-        once comes after all of a prefix that may be sent twice, and after the verdict."""
-        twice = {m.source for m in self.incoming if m.producer in self.early}
-        return {
-            m.key: self.prefix
-            for m in self.incoming
-            if m.producer not in self.early and m.source in twice | {self.after}
-        }
+        """Before which action these messages may not be posted yet: what no prefix sends comes once, and would be posted
+        again with a prefix that runs again."""
+        return {m.key: self.prefix for m in self.incoming if m.producer not in self.early}
 
     def released_after_verdict(self, message: Message) -> bool:
         """Whether the reader of a message of this rank's prefix reads it after its own."""

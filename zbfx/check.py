@@ -12,14 +12,14 @@ from torch import Tensor, fx, nn
 
 from zbfx import comm, rng
 from zbfx.codegen import Program, generate
-from zbfx.engine import take_turns
+from zbfx.engine import local_runners, take_turns
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Joint, Role, copy_graph
 from zbfx.passes.canonicalize import allow_any_strides, canonicalize
 from zbfx.passes.nodes import is_random
 from zbfx.passes.positions import line_up
 from zbfx.plan import Action, Kind
-from zbfx.run import RankRunner, Tensors
+from zbfx.run import Tensors
 from zbfx.schedule import build
 from zbfx.trace import Objective
 
@@ -241,13 +241,7 @@ def split_results(
     pipe: Pipeline, tensors: Tensors, microbatches: list[comm.Microbatch], loss_gradient: Tensor
 ) -> dict[str, Tensor]:
     """The same from the stages' F, B and W, on all ranks of the pipeline, in this process."""
-    mailbox: dict[str, list[tuple[Tensor, ...]]] = {}
-    runners = []
-    for program in apart(pipe, len(microbatches)):
-        adds = {gradient.name for gradient in pipe.shared_gradients if gradient.holders[0] == program.rank}
-        runners.append(
-            RankRunner(program, tensors, comm.LocalTransport(f"rank {program.rank}", program.messages, mailbox), adds)
-        )
+    runners = local_runners(pipe, apart(pipe, len(microbatches)), tensors, comm.Mailbox())
     runners[pipe.loss_rank].combine = lambda *losses: losses[0]  # each is compared by itself
     for runner in runners:
         runner.start(loss_gradient)

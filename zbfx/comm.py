@@ -5,6 +5,7 @@ Nothing here is global: programs get their transport as an argument.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -29,10 +30,17 @@ class Microbatch(NamedTuple):
 
 
 class Transport(Protocol):
-    """Moves messages between the ranks of a pipeline; `key` names a message of the rank's program, `name` the rank."""
+    """Moves messages between the ranks of a pipeline; `key` names a message of the rank's program, `name` the rank.
+
+    Messages of one channel, from one rank to another, arrive in the order of sending, and in that order they must be
+    posted. `ready`: `receive`, or `release` of what was sent, need not wait. `sent`: what is not released yet.
+    """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def sent(self) -> Collection[str]: ...
 
     def post(self, key: str) -> None: ...
 
@@ -116,41 +124,85 @@ def flat(value: Tensor) -> Tensor:
     return value.as_strided((value.numel(),), (1,))
 
 
-class LocalTransport:
-    """All ranks in one process: messages are left in a mailbox that the ranks share, in the order of sending."""
+@dataclass
+class Exchange:
+    """A message within one process, from when its reader posts it or its sender sends it."""
 
-    def __init__(
-        self, name: str, messages: Mapping[str, Message], mailbox: dict[str, list[tuple[Tensor, ...]]]
-    ) -> None:
+    message: Message
+    posted: bool = False
+    values: tuple[Tensor, ...] | None = None  # from when they are sent until they are received
+
+
+class Mailbox:
+    """The channels between the ranks of one process: as between processes, what is sent first on a channel is received
+    by whoever posts first there, whatever either calls it."""
+
+    def __init__(self) -> None:
+        self.channels: dict[tuple[int, int], deque[Exchange]] = defaultdict(deque)  # what one side has asked for alone
+
+    def post(self, message: Message) -> Exchange:
+        exchange = self.exchange(message, posts=True)
+        exchange.posted = True
+        return exchange
+
+    def send(self, message: Message, values: tuple[Tensor, ...]) -> Exchange:
+        exchange = self.exchange(message, posts=False)
+        exchange.values = values
+        return exchange
+
+    def exchange(self, message: Message, *, posts: bool) -> Exchange:
+        """The first exchange of the channel that waits for this side, or a new one."""
+        waiting = self.channels[message.source, message.target]
+        if not waiting or waiting[0].posted == posts:
+            waiting.append(Exchange(message))
+            return waiting[-1]
+        exchange = waiting.popleft()
+        posted, sent = (message, exchange.message) if posts else (exchange.message, message)
+        assert posted == sent, f"rank {message.source} sends {sent}, where rank {message.target} posts {posted}"
+        return exchange
+
+    def __len__(self) -> int:
+        return sum(len(waiting) for waiting in self.channels.values())
+
+
+class LocalTransport:
+    """All ranks in one process: messages go through a mailbox that the ranks share."""
+
+    def __init__(self, name: str, messages: Mapping[str, Message], mailbox: Mailbox) -> None:
         self.name, self.messages, self.mailbox = name, messages, mailbox
-        self.posted: set[str] = set()
+        self.posted: dict[str, Exchange] = {}
+        self.sent: dict[str, Exchange] = {}
 
     def post(self, key: str) -> None:
-        """The mailbox takes any message; programs that forget this would fail between processes."""
         assert key not in self.posted, f"{self.name}: {key} is posted twice"
-        self.posted.add(key)
+        self.posted[key] = self.mailbox.post(self.messages[key])
 
     def posted_once(self, key: str) -> None:
-        self.posted.add(key)
+        if key not in self.posted:
+            self.post(key)
 
     def ready(self, key: str) -> bool:
-        assert key in self.posted, f"{self.name}: {key} is received before it is posted"
-        return key in self.mailbox
+        """A send ends once its reader has posted it, as sends between processes may."""
+        if key in self.sent:
+            return self.sent[key].posted
+        assert key in self.posted, f"{self.name}: {key} is received before it is posted, or released before it is sent"
+        return self.posted[key].values is not None
 
     def receive(self, key: str) -> tuple[Tensor, ...]:
-        self.posted.remove(key)
-        first, *others = self.mailbox.pop(key)
-        if others:
-            self.mailbox[key] = others
-        return first
+        exchange = self.posted.pop(key)
+        values, exchange.values = exchange.values, None
+        assert values is not None, f"{self.name}: {key} has not arrived"
+        return values
 
     def send(self, key: str, values: tuple[Tensor, ...]) -> None:
-        layouts = self.messages[key].layouts
-        sent = tuple(laid_out(v, layout) for v, layout in zip(values, layouts, strict=True))
-        self.mailbox.setdefault(key, []).append(sent)
+        assert key not in self.sent, f"{self.name}: {key} is sent again before it is released"
+        message = self.messages[key]
+        sent = tuple(laid_out(v, layout) for v, layout in zip(values, message.layouts, strict=True))
+        self.sent[key] = self.mailbox.send(message, sent)
 
     def release(self, key: str) -> None:
-        """Nothing to do: the mailbox holds what was sent."""
+        assert self.ready(key), f"{self.name}: {key} has not left"
+        del self.sent[key]
 
     def reduce(self, key: str, gradients: Tensor) -> None:
         """Nothing to do: one process runs one replica."""
@@ -165,15 +217,18 @@ class LocalTransport:
         """Nothing to do."""
 
     def finish(self) -> None:
-        """Nothing is on its way once a program has ended."""
+        for key in list(self.sent):
+            self.release(key)
 
     def join(self) -> set[str]:
-        """Nothing is on its way."""
-        return set()
+        """For captured graphs, which one process per rank makes."""
+        raise NotImplementedError
 
     def drop(self) -> None:
-        self.mailbox.clear()
+        """Forget what is on its way, after a failure."""
+        self.mailbox.channels.clear()
         self.posted.clear()
+        self.sent.clear()
 
 
 @dataclass
@@ -193,6 +248,7 @@ class GroupTransport:
         return self.channels.name
 
     def post(self, key: str) -> None:
+        assert key not in self.posted, f"{self.name}: {key} is posted twice"
         message = self.messages[key]
         values = tuple(
             torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=self.channels.device)
@@ -206,7 +262,7 @@ class GroupTransport:
             self.post(key)
 
     def ready(self, key: str) -> bool:
-        """`receive` waits for what has not arrived."""
+        """`receive` and `release` wait by themselves."""
         return True
 
     def receive(self, key: str) -> tuple[Tensor, ...]:
@@ -216,6 +272,7 @@ class GroupTransport:
         return values
 
     def send(self, key: str, values: tuple[Tensor, ...]) -> None:
+        assert key not in self.sent, f"{self.name}: {key} is sent again before it is released"
         message = self.messages[key]
         dense = [flat(laid_out(value, layout)) for value, layout in zip(values, message.layouts, strict=True)]
         self.sent[key] = [(self.channels.isend(value, message.target), value) for value in dense]

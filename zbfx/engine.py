@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from zbfx import comm, rng
 from zbfx.channels import Channels
+from zbfx.codegen import Program
 from zbfx.reductions import RankReductions
-from zbfx.run import RankRunner, Tensors
+from zbfx.run import RankRunner, Tensors, Wait
 
 if TYPE_CHECKING:
     from zbfx.pipeline import Pipeline
@@ -98,32 +99,39 @@ class Engine:
         return next((losses for losses in take_turns(runs) if losses), ())
 
 
-def take_turns(runs: Sequence[Generator[int, None, T]]) -> list[T]:
+def take_turns(runs: Sequence[Generator[Wait, None, T]]) -> list[T]:
     """Run each generator until it waits, in turn, until all have ended."""
     results: dict[int, T] = {}
-    position: dict[int, int] = {}
+    waits: dict[int, Wait] = {}
     while len(results) < len(runs):
-        before = (len(results), dict(position))
+        before = (len(results), dict(waits))
         for index, run in enumerate(runs):
             if index not in results:
                 try:
-                    position[index] = next(run)
+                    waits[index] = next(run)
                 except StopIteration as end:
                     results[index] = end.value
-        assert before != (len(results), position), f"programs deadlock at nodes {position}"
+                    waits.pop(index, None)
+        waiting = ", ".join(f"{index} waits for {wait.key}" for index, wait in sorted(waits.items()))
+        assert before != (len(results), waits), f"programs deadlock: {waiting}"
     return [results[index] for index in range(len(runs))]
 
 
-def local_engine(pipe: Pipeline, tensors: Tensors) -> Engine:
-    """All ranks in this process: the first holder of a shared gradient adds it up."""
-    mailbox: dict[str, list[tuple[Tensor, ...]]] = {}
+def local_engine(pipe: Pipeline, tensors: Tensors, mailbox: comm.Mailbox) -> Engine:
+    """All ranks in this process."""
+    return Engine.of(pipe, local_runners(pipe, pipe.programs, tensors, mailbox))
+
+
+def local_runners(
+    pipe: Pipeline, programs: Sequence[Program], tensors: Tensors, mailbox: comm.Mailbox
+) -> list[RankRunner]:
+    """Runners of all ranks in this process: the first holder of a shared gradient adds it up."""
     runners = []
-    for program in pipe.programs:
+    for program in programs:
         adds = {gradient.name for gradient in pipe.shared_gradients if gradient.holders[0] == program.rank}
-        runners.append(
-            RankRunner(program, tensors, comm.LocalTransport(f"rank {program.rank}", program.messages, mailbox), adds)
-        )
-    return Engine.of(pipe, runners)
+        transport = comm.LocalTransport(f"rank {program.rank}", program.messages, mailbox)
+        runners.append(RankRunner(program, tensors, transport, adds))
+    return runners
 
 
 def rank_engine(pipe: Pipeline, tensors: Tensors, channels: Channels) -> Engine:

@@ -36,6 +36,7 @@ from zbfx.chain import chain_of, loss_layout, loss_rank
 from zbfx.channels import Channels
 from zbfx.clock import WARM_S, WARM_UP_S
 from zbfx.codegen import Program, generate
+from zbfx.comm import Mailbox
 from zbfx.engine import local_engine, message_pairs, rank_engine
 from zbfx.errors import ZbfxError
 from zbfx.fit import Forms, Request, fit
@@ -268,9 +269,10 @@ class Pipeline:
         model's code does not allow that, it is compiled like "recompile", and the notes of its schedule say why.
         """
         options = StepOptions(torch.initial_seed() if seed is None else seed, on_nonfinite, on_new_shape)
-        engine = local_engine(self, self.tensors())
+        mailbox = Mailbox()
+        engine = local_engine(self, self.tensors(), mailbox)
         move_to(engine.runners, self.device)
-        return LocalStep(engine, options)
+        return LocalStep(engine, options, mailbox)
 
     def replicated(self, replicas: int) -> Pipeline:
         """This pipeline as one of several replicas, with gradients summed over them: what `bind` with a mesh runs."""

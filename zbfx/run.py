@@ -1,8 +1,9 @@
 """Programs and a batch -> loss and gradients.
 
 One executor runs a rank's program, node by node, whether the other ranks are processes or live in this one: it is a
-generator that yields where a message has not arrived yet. Gradients accumulate into `.grad`. Where an optimizer step
-waits for its verdict, the program's prefix runs first, and again if the verdict says that its weights were wrong.
+generator that yields where a message has not arrived yet, or what it sent has not. Gradients accumulate into `.grad`.
+Where an optimizer step waits for its verdict, the program's prefix runs first, and again if the verdict says that its
+weights were wrong.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,7 +27,15 @@ from zbfx.relays import Bound
 from zbfx.streams import Beside, second_stream, stream_of
 from zbfx.timeline import Recorder
 
-Run = Generator[int, None, tuple[Tensor, ...]]
+
+class Wait(NamedTuple):
+    """What a rank waits for: a message that it receives, or one that it sent; `number` counts its waits."""
+
+    number: int
+    key: str
+
+
+Run = Generator[Wait, None, tuple[Tensor, ...]]
 Environment = dict[fx.Node, Any]
 
 
@@ -74,6 +83,7 @@ class RankRunner:
         self.recorder: Recorder | None = None
         self.keep_gradients = False  # accumulate into the same memory in every step, whatever becomes of `.grad`
         self.kept: dict[str, Tensor] = {}
+        self.waits = 0
         self.pending: Pending | None = None
         self.combine: Callable[..., Tensor] | None = None  # the losses of the microbatches to that of the batch
         self.loss: Tensor | None = None  # of the batch
@@ -200,7 +210,7 @@ class RankRunner:
         return parameter.grad
 
     def run(self, microbatches: Sequence[comm.Microbatch], step: int) -> Run:
-        """Execute the program; yields its position while a message that it needs has not arrived.
+        """Execute the program; yields while a message has not arrived.
 
         Returns the losses of the microbatches, in order, on the rank that computes them.
         """
@@ -228,21 +238,21 @@ class RankRunner:
         """The values of the program's placeholders."""
         return dict(zip(self.nodes, (self.transport, *microbatches), strict=False))
 
-    def warm_up(self, environment: Environment, step: int) -> Generator[int, None, None]:
+    def warm_up(self, environment: Environment, step: int) -> Generator[Wait, None, None]:
         """Run the prefix: what may run before the verdict on an optimizer step; nothing in programs without one."""
         return self.execute(range(self.program.verdict[0]), environment, step)
 
     def complete(self, environment: Environment, step: int) -> Run:
         """Run everything after the prefix."""
         yield from self.execute(range(self.program.verdict[1], len(self.nodes)), environment, step)
-        self.transport.finish()
+        yield from self.finish()
         results: tuple[Tensor, ...] = fx.map_arg(self.nodes[-1].args[0], environment.__getitem__)
         if self.program.chain.after is None:
             self.bound("loss").run = None  # the program lives longer than what runs it
         *losses, self.loss = results
         return tuple(losses)
 
-    def settle(self, step: int) -> Generator[int, None, bool]:
+    def settle(self, step: int) -> Generator[Wait, None, bool]:
         """Get the verdict on the pending optimizer step and correct it; whether forwards ran on wrong weights."""
         pending = self.pending
         assert pending is not None, "an optimizer step waits"
@@ -260,26 +270,35 @@ class RankRunner:
         names = {name for call in self.calls if call.phase.kind is Kind.F for name in call.phase.updates}
         return {name: (self.tensors.named[name], self.tensors.named[name].clone()) for name in names}
 
-    def drop_early(self, received: Collection[str] = ()) -> Generator[int, None, None]:
+    def drop_early(self, received: Collection[str] = ()) -> Generator[Wait, None, None]:
         """Receive and drop what other ranks' prefixes sent that this one's did not read, unless `received` already."""
         for message in self.program.chain.dropped:
             if message.key in received:
                 continue
             self.transport.posted_once(message.key)
-            while not self.transport.ready(message.key):
-                yield -1
+            yield from self.wait_for(message.key)
             self.transport.receive(message.key)
+        yield from self.finish()
+
+    def finish(self) -> Generator[Wait, None, None]:
+        """Wait until all that was sent has arrived."""
+        for key in list(self.transport.sent):
+            yield from self.wait_for(key)
         self.transport.finish()
 
-    def execute(self, positions: range, environment: Environment, step: int) -> Generator[int, None, None]:
+    def wait_for(self, key: str) -> Generator[Wait, None, None]:
+        self.waits += 1
+        while not self.transport.ready(key):
+            yield Wait(self.waits, key)
+
+    def execute(self, positions: range, environment: Environment, step: int) -> Generator[Wait, None, None]:
         """Run the nodes at these positions."""
         for index in positions:
             node = self.nodes[index]
             if node.op in ("placeholder", "output"):
                 continue
-            if node.target is comm.receive:
-                while not self.transport.ready(str(node.args[1])):
-                    yield index
+            if node.target in (comm.receive, comm.release):
+                yield from self.wait_for(str(node.args[1]))
             dying = self.dying[index]
             if node.op == "call_module":
                 box = [environment[source] for source in node.args]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zbfx import rng
 from zbfx.bind import refuse_gradient_hooks
 from zbfx.codegen import Program
-from zbfx.comm import LocalTransport, Transport
+from zbfx.comm import LocalTransport, Mailbox, Transport
 from zbfx.engine import Engine, local_engine
 from zbfx.errors import InputError, ZbfxError
 from zbfx.plan import Schedule
@@ -173,9 +173,9 @@ class Step(ABC):
             return pipe
         return pipe.validated(self.optimizer.layout.chain, self.optimizer.layout.size)
 
+    @abstractmethod
     def guarded(self, work: Callable[[], T], engine: Engine | None = None) -> T:
         """Do what other ranks wait for; if it fails, they hear of it."""
-        return work()
 
     @abstractmethod
     def transports(self, programs: Sequence[Program], pairs: Collection[tuple[int, int]]) -> list[Transport]:
@@ -221,17 +221,21 @@ class Step(ABC):
 class LocalStep(Step):
     """All ranks of a pipeline in this process, one after the other as their messages allow: same results, no speed."""
 
+    def __init__(self, engine: Engine, options: StepOptions, mailbox: Mailbox) -> None:
+        super().__init__(engine, options)
+        self.mailbox = mailbox
+
     def plan(self, find: Callable[[Any], Schedule]) -> Schedule:
         return find(self.engine.pipe.request)
 
     def build(self, pipe: Pipeline) -> Engine:
-        return local_engine(pipe, self.engine.runners[0].tensors)
+        return local_engine(pipe, self.engine.runners[0].tensors, self.mailbox)
 
     def run(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         engine.weigh(rows)
         for runner in engine.runners:
             runner.start(engine.loss_gradient)
-        self.losses = engine.run(rows, self.seed_of_step(), self.count)
+        self.losses = self.guarded(lambda: engine.run(rows, self.seed_of_step(), self.count))
         for runner in engine.runners:
             runner.finish_gradients()
         self.count += 1
@@ -239,9 +243,18 @@ class LocalStep(Step):
         assert loss is not None, "a program ends with the loss"
         return loss
 
+    def guarded(self, work: Callable[[], T], engine: Engine | None = None) -> T:
+        """After a failure nothing is on its way: the step can be called again."""
+        try:
+            return work()
+        except BaseException:
+            engines = (self.engine, *self.others.values())
+            for runner in [r for e in engines for r in e.runners] + (self.optimizer.runners if self.optimizer else []):
+                runner.transport.drop()
+            raise
+
     def transports(self, programs: Sequence[Program], pairs: Collection[tuple[int, int]]) -> list[Transport]:
-        mailbox: dict[str, list[tuple[Tensor, ...]]] = {}
-        return [LocalTransport(f"rank {program.rank}", program.messages, mailbox) for program in programs]
+        return [LocalTransport(f"rank {program.rank}", program.messages, self.mailbox) for program in programs]
 
     def add_up(self, state: Tensor) -> None:
         """All ranks are here."""
