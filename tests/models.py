@@ -65,6 +65,30 @@ def mlp(microbatches: int, width: int = 8, layers: int = 6) -> Problem:
     return Problem(nn.Sequential(*blocks), mean_squares, (numbers(rows, width),), (numbers(rows, width, seed=2),))
 
 
+class Mirrored(nn.Module):
+    """Layers down and up again; each one's output skips to its mirror, over all stages between them."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.up = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        skipped = []
+        for layer in self.down:
+            x = torch.tanh(layer(x))
+            skipped.append(x)
+        for layer in self.up:
+            x = torch.tanh(layer(x + skipped.pop()))
+        return x
+
+
+def mirrored(microbatches: int, width: int = 6, depth: int = 4) -> Problem:
+    torch.manual_seed(0)
+    rows = ROWS * microbatches
+    return Problem(Mirrored(width, depth), mean_squares, (numbers(rows, width),), (numbers(rows, width, seed=2),))
+
+
 class ConvBlock(nn.Module):
     def __init__(self, before: int, after: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.models import Problem, gpt2, mlp
+from tests.models import Problem, gpt2, mirrored, mlp
 from tests.reference import compiled
 from zbfx.optim import PostValidated
 
@@ -55,17 +55,20 @@ def train(
     *,
     scheduled: bool = False,
     rolled: bool = True,
+    rows: Sequence[int | None] = (None,),
     prepare: Callable[[PostValidated], None] = lambda optimizer: None,
     **options: Any,
 ) -> Result:
-    """`scheduled`: with a learning rate that changes after every step; `rolled`: and a batch that does."""
+    """`scheduled`: with a learning rate that changes after every step; `rolled`: and a batch that does; `rows`: of the
+    batch, in turn."""
     optimizer = PostValidated(make(step.parameters()), step, **options)
     prepare(optimizer)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if scheduled else None
     losses, norms = [], []
     for count in range(steps):
         by = count if rolled else 0
-        inputs, targets = (tuple(t.roll(by, 0) for t in group) for group in (problem.inputs, problem.targets))
+        size = rows[count % len(rows)]
+        inputs, targets = (tuple(t.roll(by, 0)[:size] for t in group) for group in (problem.inputs, problem.targets))
         losses.append(step(*inputs, *targets).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -100,6 +103,10 @@ def optimizer_ranks(rank: int) -> dict[str, Any]:
             problem = mlp(5)
             step = compiled(problem, world, 5, schedule=schedule).bind()
             results[f"{name} {sync}"] = asdict(train(problem, step, 8, max_norm=max_norm, sync=sync, scheduled=True))
+    for sync in (True, False):
+        problem = mirrored(9)
+        step = compiled(problem, world, 6).bind(on_new_shape="symbolic")
+        results[f"skips {sync}"] = asdict(train(problem, step, 4, max_norm=1e-3, sync=sync, rows=(18, 12)))
     problem = gpt2(4)
     results["tied"] = asdict(train(problem, compiled(problem, world, 4).bind(), 4, max_norm=0.5))
     alone = gpt2(4)

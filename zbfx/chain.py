@@ -199,8 +199,8 @@ class RankChain:
         return needed | {m.key: self.loss_at for m in self.incoming if m.producer is None}
 
     def not_before(self) -> dict[str, int]:
-        """Before which action these messages may not be posted yet: what no prefix sends comes once, and would be posted
-        again with a prefix that runs again."""
+        """Before which action these messages may not be posted yet: what no prefix sends comes once, but a prefix may
+        run twice."""
         return {m.key: self.prefix for m in self.incoming if m.producer not in self.early}
 
     def released_after_verdict(self, message: Message) -> bool:

@@ -33,6 +33,12 @@ def test_steps_equal_those_with_a_barrier_in_bits(ranks: Results, case: str) -> 
     assert ranks[len(ranks) - 1][f"{case} False"]["counts"]["rolled_back"] == 0  # the last rank of the chain knows
 
 
+def test_skip_connections_and_other_shapes(ranks: Results) -> None:
+    for results in ranks.values():
+        assert_equal(results["skips False"], results["skips True"])
+        assert results["skips False"]["counts"]["repeated"] == 4
+
+
 def test_tied_weights_equal_those_of_one_process(ranks: Results) -> None:
     for results in ranks.values():
         assert_equal(results["tied"], results["tied local"])
