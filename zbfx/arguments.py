@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -19,6 +20,20 @@ V_SCHEDULES = ("zb-v", "zb-v-order", "v-half", "v-min")
 def whole_number(name: str, value: Any, meaning: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ZbfxError(f"{name} is {meaning}, an integer >= 1; found {value!r}")
+    return value
+
+
+def positive_number(name: str, value: Any, meaning: str) -> float:
+    """A number above 0, or a tensor that holds one."""
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if not isinstance(number, Real) or isinstance(number, bool) or not float(number) > 0:
+        raise ZbfxError(f"{name} is {meaning}; found {value!r}")
+    return float(number)
+
+
+def true_or_false(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ZbfxError(f"{name} is True or False; found {value!r}")
     return value
 
 

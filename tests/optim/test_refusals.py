@@ -30,6 +30,17 @@ def test_arguments(pipe: tuple[Problem, zbfx.Pipeline]) -> None:
         PostValidated(inner, pipe[0].model)  # type: ignore[arg-type]
     with refused(zbfx.ZbfxError, match="max_norm is a number above 0"):
         PostValidated(inner, step, max_norm=0.0)
+    for wrong in ("1", -1, float("nan"), True, [1.0], torch.ones(2)):
+        with refused(zbfx.ZbfxError, match="max_norm is a number above 0, or None to clip nothing; found"):
+            PostValidated(inner, step, max_norm=wrong)  # type: ignore[arg-type]
+    with refused(zbfx.ZbfxError, match="sync is True or False; found 'x'"):
+        PostValidated(inner, step, sync="x")  # type: ignore[arg-type]
+    with refused(zbfx.ZbfxError, match="check_finite is True or False; found 'no'"):
+        PostValidated(inner, step, check_finite="no")  # type: ignore[arg-type]
+    with refused(zbfx.ZbfxError, match=r"grad_scaler is a torch.amp.GradScaler, or None .*found int 3"):
+        PostValidated(inner, step, grad_scaler=3)  # type: ignore[arg-type]
+    with refused(zbfx.ZbfxError, match=r"found LBFGS, whose step needs closure\. Use one that steps once"):
+        PostValidated(torch.optim.LBFGS(step.parameters()), step)
     with refused(zbfx.ZbfxError, match='rollback is "exact"'):
         PostValidated(inner, step, rollback="inexact")
     with refused(zbfx.ZbfxError, match="needs check_finite=True"):
@@ -51,6 +62,27 @@ def test_arguments(pipe: tuple[Problem, zbfx.Pipeline]) -> None:
         optimizer.step(lambda: None)
     with refused(zbfx.ZbfxError, match="before PostValidated wraps it"):
         optimizer.add_param_group({"params": []})
+    for divisor in ("a", "3", None, True, -1.0, float("nan"), float("inf"), torch.ones(2)):
+        with refused(zbfx.ZbfxError, match="divide_by is a finite number above 0; found"):
+            optimizer.step(divide_by=divisor)  # type: ignore[arg-type]
+
+
+def test_states_of_others(pipe: tuple[Problem, zbfx.Pipeline]) -> None:
+    step = pipe[1].run_local()
+    optimizer = PostValidated(adamw(step.parameters()), step)
+    before = optimizer.state_dict()
+    fewer = {"state": {}, "param_groups": [{"params": [0, 1]}]}
+    for wrong, found in (
+        ({}, "found an empty dict"),
+        ({"model": {}, "optimizer": {}}, "found a dict with the keys model, optimizer"),
+        (3, "found int 3"),
+        (fewer, r"found \[2\] parameters"),
+        ({**fewer, "param_groups": [3]}, "found param_groups list"),
+    ):
+        expected = r"a dict with 'state' and 'param_groups' of \[12\] parameters"
+        with pytest.raises(zbfx.ZbfxError, match=f"{expected}; {found}.* the same rank saved"):
+            optimizer.load_state_dict(wrong)  # type: ignore[arg-type]
+    assert optimizer.state_dict() == before
 
 
 def test_it_is_an_optimizer(pipe: tuple[Problem, zbfx.Pipeline]) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zbfx.arguments import positive_number, true_or_false
 from zbfx.chain import chain_of, loss_layout, order_of_ranks
 from zbfx.codegen import optimizer_program
 from zbfx.cost import hardware_of
 from zbfx.engine import take_turns
 from zbfx.errors import ZbfxError
 from zbfx.messages import messages_of
+from zbfx.optim.arguments import load_state, refuse_closures
 from zbfx.optim.inverse import Arithmetic, checked_rollback, obstacle_of
 from zbfx.optim.pending import PendingStep, hyperparameters, read
 from zbfx.optim.planned import OptimizerPlan, estimated, planned
@@ -72,8 +74,8 @@ class PostValidated(torch.optim.Optimizer):
     sync         wait for all ranks in `step()` instead, as a barrier does: for comparison
 
     `verdict` is that of the last settled step, `counts` adds them up, `print(opt.plan())` says what a step takes with a
-    barrier and without, and what the way back costs. Raises `ZbfxError` for parameters that are not
-    the step's, and for what cannot be undone by arithmetic.
+    barrier and without, and what the way back costs. Raises `ZbfxError` for arguments of other kinds, optimizers that
+    need a closure, parameters that are not the step's, and for what cannot be undone by arithmetic.
     """
 
     def __init__(
@@ -89,8 +91,8 @@ class PostValidated(torch.optim.Optimizer):
     ) -> None:
         # Not Optimizer.__init__: groups, state and hooks are the wrapped optimizer's (see __getattr__).
         self.optimizer = checked_optimizer(optimizer, step)
-        self.target, self.sync = step, sync
-        self.rules = Rules(max_norm, check_finite)
+        self.target, self.sync = step, true_or_false("sync", sync)
+        self.rules = Rules.of(max_norm, check_finite)
         self.rollback = checked_rollback(rollback, optimizer)
         self.grad_scaler = checked_scaler(grad_scaler, check_finite, optimizer)
         self.pending: PendingStep | None = None
@@ -173,10 +175,11 @@ class PostValidated(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ZbfxError("step takes no closure: a pipeline's step has computed the loss before")
+        divisor = positive_number("divide_by", divide_by, "a finite number above 0")
         self.settle()
-        scale = self.scale() * divide_by
+        scale = self.scale() * divisor
         if not 0.0 < scale < float("inf"):
-            raise ZbfxError(f"divide_by is a finite number above 0; found {divide_by!r}")
+            raise ZbfxError(f"divide_by is a finite number above 0; found {divide_by!r} and a scale of {self.scale()}")
         gradients = {name: self.parameters[name].grad for share in self.shares for name in share.names}
         if scale != 1.0:
             for gradient in gradients.values():
@@ -328,7 +331,7 @@ class PostValidated(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.settle()
-        self.optimizer.load_state_dict(state_dict)
+        load_state(self.optimizer, state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ZbfxError("add groups to the optimizer before PostValidated wraps it")
@@ -342,6 +345,7 @@ def checked_optimizer(optimizer: torch.optim.Optimizer, step: Step) -> torch.opt
             f"the second argument is the step whose parameters are optimized, from pipe.bind() or pipe.run_local(); "
             f"found {type(step).__name__}"
         )
+    refuse_closures(optimizer)
     known = {id(tensor) for tensor in Trained.of(step).parameters.values()}
     strange = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
     if strange:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from zbfx.arguments import kind_of
 from zbfx.errors import ZbfxError
 
 
 def checked_scaler(
     scaler: torch.amp.GradScaler | None, check_finite: bool, optimizer: torch.optim.Optimizer
 ) -> torch.amp.GradScaler | None:
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ZbfxError(f"grad_scaler is a torch.amp.GradScaler, or None to scale nothing; found {kind_of(scaler)}")
     if scaler is None or not scaler.is_enabled():
         return None
     if any(p.dtype is torch.float16 for group in optimizer.param_groups for p in group["params"]):

@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from math import fsum, isfinite, sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zbfx._torch import foreach_norm
-from zbfx.errors import ZbfxError
+from zbfx.arguments import positive_number, true_or_false
 
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -97,9 +98,12 @@ class Rules:
     max_norm: float | None
     check_finite: bool
 
-    def __post_init__(self) -> None:
-        if self.max_norm is not None and not self.max_norm > 0:
-            raise ZbfxError(f"max_norm is a number above 0, or None to clip nothing; found {self.max_norm!r}")
+    @classmethod
+    def of(cls, max_norm: Any, check_finite: Any) -> Rules:
+        """From a user's arguments. Raises `ZbfxError` for others."""
+        if max_norm is not None:
+            max_norm = positive_number("max_norm", max_norm, "a number above 0, or None to clip nothing")
+        return cls(max_norm, true_or_false("check_finite", check_finite))
 
     def judge(self, layout: Layout, state: Sequence[float]) -> Verdict:
         """The verdict if the state were complete."""
