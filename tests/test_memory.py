@@ -73,6 +73,10 @@ def test_random_phases_hold_their_arguments_where_they_are_compiled() -> None:
     assert found == [counter.peak for counter in measured_peaks(pipe, rows)]
 
 
+def note_end(died: list[bool], state: dict[str, bool]) -> None:
+    died.append(state["running"])
+
+
 def test_compiled_phases_let_go_of_their_arguments() -> None:
     pipe = compiled(mlp(2), 1, 2, schedule="zb-h1")
     compiler = Compiler("inductor")
@@ -80,15 +84,16 @@ def test_compiled_phases_let_go_of_their_arguments() -> None:
         inputs = phase.module.graph.find_nodes(op="placeholder")
         args = [dummy(node.meta["val"], torch.device("cpu")) for node in inputs]
         expected = phase.module(*copy.deepcopy(args))
-        box, running, died_inside = list(args), True, []
+        state, died = {"running": True}, list[bool]()
         for value in args[len(phase.ports) : len(phase.ports) + len(phase.values)]:
-            weakref.finalize(value, lambda: died_inside.append(running))
+            weakref.finalize(value, note_end, died, state)
+        box = list(args)
         args = value = None  # type: ignore[assignment]
         with torch.no_grad():
             found = compiler(phase)(box)
-        running = False
+        state["running"] = False
         assert box == []
-        assert died_inside == [True] * len(phase.values), kind
+        assert died == [True] * len(phase.values), kind
         for result, reference in zip(found, expected, strict=True):
             torch.testing.assert_close(result, reference)
 

@@ -19,6 +19,7 @@ UntypedStorage._cdata               2.11.0, 2.13.0   the address of a storage, f
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -206,10 +207,12 @@ def same_storage(one: Tensor, other: Tensor) -> bool:
 
 
 def inductor(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[[list[Any]], Any]:
-    """Compile a graph of aten ops for arguments like these: to a function of a list, which it empties, and in which each
-    argument dies at its last use."""
-    from torch._dynamo.utils import GmWrapper
-    from torch._inductor.compile_fx import compile_fx
+    """Compile a graph of aten ops for arguments like these: to a function of a list, which it empties, and in which
+    each argument dies at its last use."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch warns of its own modules as it imports them
+        from torch._dynamo.utils import GmWrapper
+        from torch._inductor.compile_fx import compile_fx
 
     compiled: Any = compile_fx(GmWrapper(module, lambda args: args), list(examples))  # type: ignore[arg-type]
     found: Callable[[list[Any]], Any] = compiled
