@@ -10,7 +10,7 @@ FunctionalTensor                    2.11.0, 2.13.0   tensors whose in-place writ
 _foreach_norm, _foreach_copy_       2.11.0, 2.13.0   one kernel for many tensors
 reduce_scatter_single, ...          2.13.0           public, and called reduce_scatter_tensor in 2.11.0
 _c10d_functional.wait_tensor        2.11.0, 2.13.0   the end of a collective in a graph
-compile_fx, GmWrapper               2.11.0, 2.13.0   a graph compiled to a function that empties the list of its arguments
+compile_fx, GmWrapper               2.11.0, 2.13.0   a graph compiled to a function that empties its argument, a list
 torch.compiler flags                2.11.0, 2.13.0   what `torch.compiler.is_exporting()` answers
 ShapeEnv, ConstantSource            2.11.0, 2.13.0   sizes that are symbols, and what holds of them
 UntypedStorage._cdata               2.11.0, 2.13.0   the address of a storage, fake ones included
