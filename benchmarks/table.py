@@ -17,10 +17,11 @@ TITLE = """# Throughput
 
 One training step without the optimizer: forward, backward and accumulated gradients of m microbatches of b sequences
 on p GPUs. `step ms` is the time of a step in a row of steps, as in training: the median on the slowest rank. `alone ms`
-is the time of a step by itself, from a moment at which all ranks begin until the last one ends. `of torch` is the
-tokens/s as a multiple of the fastest torch.distributed.pipelining row with the same m; `of limit` is the fraction of
-the bubble-free limit of the same kernels (eager, or compiled by inductor): the slowest rank's forward and whole
-backward alone, m times.
+is the time of a step by itself, from a moment at which all ranks begin until the last one ends (in rows without one,
+which are older, `step ms` is that time). `of torch` is the tokens/s as a multiple of the fastest
+torch.distributed.pipelining row with the same m; `of limit` is the fraction of the bubble-free limit of the same
+kernels (eager, or compiled by inductor): the slowest rank's forward and whole backward alone, m times. What the figures
+say: `benchmarks/results/README.md`.
 """
 HEADER = (
     "| m | system | schedule | backend | split | layers | step ms | alone ms | tokens/s | peak GiB | planned ms "
