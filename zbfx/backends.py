@@ -104,6 +104,7 @@ class CapturedStep(RankStep):
         if not starts:
             runner.start_gradients()
         captured.graph.replay()
+        runner.transport.finish()  # the verdict that was passed on, which no graph holds
         if runner.watched is not None:
             runner.watched[:] = captured.watched
         return captured.loss.clone()
