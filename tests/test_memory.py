@@ -9,26 +9,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 import zbfx
 from tests.live_bytes import measured_peaks
 from tests.models import (
     Maker,
-    Problem,
     bert,
     gpt,
     gpt2,
     mlp,
-    numbers,
-    squares,
     unet_batch_norm,
     unet_group_norm,
     vit,
 )
 from tests.reference import beside, compiled, rescheduled
-from zbfx.boxed import Compiler, emptying
-from zbfx.calls import PhaseCall
+from zbfx.boxed import Compiler
 from zbfx.codegen import generate
 from zbfx.measure import dummy, with_hidden_bytes
 from zbfx.plan import Kind
@@ -56,21 +51,6 @@ def test_peak_of_every_rank_is_predicted_to_the_byte(make: Maker, schedule: str)
         pipe = rescheduled(pipe, MICROBATCHES, schedule)
     counters = measured_peaks(pipe, rows_of(make, pipe))
     assert [memory.highest.peak_bytes for memory in pipe.memory] == [counter.peak for counter in counters]
-
-
-def test_random_phases_hold_their_arguments_where_they_are_compiled() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 64), nn.Dropout(0.5), nn.GELU(), nn.Linear(64, 32))
-    problem = Problem(model, squares, (numbers(6, 32),))
-    pipe = compiled(problem, 2, 3, schedule="zb-h1", cuts=["1"])
-    for program in pipe.programs:
-        for module in program.module.modules():
-            if isinstance(module, PhaseCall) and module.phase.is_random:
-                module.run = emptying(module.phase.module)
-    holding = replace(pipe, setting=replace(pipe.setting, backend="inductor"))
-    found = [memory.highest.peak_bytes for memory in holding.memory]
-    rows = pipe.signature.split(problem.inputs, {}, 3)
-    assert found == [counter.peak for counter in measured_peaks(pipe, rows)]
 
 
 def note_end(died: list[bool], state: dict[str, bool]) -> None:

@@ -1,7 +1,6 @@
 """A phase as a function that owns its arguments: it takes them out of a list, and each dies at its last use.
 
 Called with plain arguments, everything that a phase reads would live until it returns: the caller's frame holds it.
-That is so for phases that are compiled and random alone, whose seeds no compiled code may hold.
 """
 
 from __future__ import annotations
@@ -44,18 +43,18 @@ def boxed(phase: Phase) -> Boxed:
 
 class Compiler:
     """Makes functions of phases, as the backend says. Each phase is compiled once, at its first call, for the layouts
-    of the tensors that it is called with; and again for others."""
+    of the tensors that it is called with; and again for others. Phases with seeds run as they are: compiled code would
+    hold one seed."""
 
     def __init__(self, backend: str) -> None:
         self.inductor = "inductor" in backend
         self.known: dict[int, tuple[Phase, Boxed]] = {}
 
     def __call__(self, phase: Phase) -> Boxed:
-        if not self.inductor:
+        if not self.inductor or phase.is_random:
             return boxed(phase)
         if id(phase.module) not in self.known:
-            random = emptying(torch.compile(phase.module, dynamic=False)) if phase.is_random else None
-            self.known[id(phase.module)] = phase, random or compiled(phase)
+            self.known[id(phase.module)] = phase, compiled(phase)
         return self.known[id(phase.module)][1]
 
 
@@ -68,16 +67,5 @@ def compiled(phase: Phase) -> Boxed:
         if layouts not in made:
             made[layouts] = inductor(fx.GraphModule(torch.nn.Module(), copy_graph(phase.module.graph), phase.name), box)
         return made[layouts](box)
-
-    return run
-
-
-def emptying(call: Callable[..., Any]) -> Boxed:
-    """The same calling convention for a function of plain arguments, which holds them until it returns."""
-
-    def run(box: list[Any]) -> Any:
-        args = tuple(box)
-        box.clear()
-        return call(*args)
 
     return run

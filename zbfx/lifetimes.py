@@ -48,9 +48,8 @@ class Lifetimes:
 Value = Slot | tuple["Value", ...] | None
 
 
-def lifetimes(phase: Phase, granule: int = 1, *, empties: bool = True) -> Lifetimes:
-    """The storages of a phase, from the fake values and the operators' schemas; sizes are multiples of `granule`.
-    Where its call does not empty the list of its arguments (`zbfx.boxed`), they live until it returns."""
+def lifetimes(phase: Phase, granule: int = 1) -> Lifetimes:
+    """The storages of a phase, from the fake values and the operators' schemas; sizes are multiples of `granule`."""
     nodes = list(phase.module.graph.nodes)
     values: dict[fx.Node, Value] = {}
     born: dict[int, list[tuple[Slot, int]]] = {}
@@ -77,8 +76,6 @@ def lifetimes(phase: Phase, granule: int = 1, *, empties: bool = True) -> Lifeti
     for node, value in values.items():
         for slot in slots_of(value):
             death[slot] = max(death.get(slot, -1), last[node])
-    if not empties:
-        death |= dict.fromkeys(range(len(phase.values)), len(nodes) - 1)
     returned = tuple(values[node] for node in nodes[-1].args[0])
     kept = {slot for value in returned for slot in slots_of(value)}
     dying: dict[int, list[Slot]] = {}

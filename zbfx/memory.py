@@ -120,10 +120,9 @@ class Predictor:
 
     def lifetimes(self, phase: Phase) -> Lifetimes:
         """Compiled phases count with the storages of the ops that they are made from, and with what else they were
-        measured to hold; random ones hold their arguments to the end."""
+        measured to hold."""
         if id(phase) not in self.known:
-            empties = not (phase.is_random and "inductor" in self.setting.backend)
-            self.known[id(phase)] = phase, lifetimes(phase, self.granule, empties=empties)
+            self.known[id(phase)] = phase, lifetimes(phase, self.granule)
         return self.known[id(phase)][1]
 
 

@@ -113,8 +113,8 @@ def compile(
     cuts             names of the submodules that begin the second stage, the third, ...; None: balanced cuts, found
     stages_per_rank  2 or more for interleaved stages; V schedules have 2
     device           what the pipeline runs on; None: where the model's tensors are, the CPU for a model on meta
-    backend          "eager", "inductor" (compiled phases), "cudagraph" (a rank's whole step as one graph),
-                     "cudagraph+inductor"
+    backend          "eager", "inductor" (phases compiled, those that draw seeded random numbers as they are),
+                     "cudagraph" (a rank's whole step as one graph), "cudagraph+inductor"
     overlap          run Ws beside Bs of other microbatches, on a second stream, where that is quicker and the memory
                      limit allows it; Ws of searched schedules move for it. None: on CUDA devices
     optimizer_slots  tensors of a parameter's size that the optimizer keeps for each parameter, which count as held:
