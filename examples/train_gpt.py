@@ -89,17 +89,23 @@ def new_optimizer(job: Job, parameters: Iterable[torch.nn.Parameter]) -> torch.o
     return torch.optim.AdamW(parameters, lr=job.learning_rate)
 
 
-def compiled(job: Job, schedule: str) -> zbfx.Pipeline:
+def pipeline(job: Job | None = None, schedule: str = "zb-h1") -> dict[str, Any]:
+    """The arguments of zbfx.compile; `python -m zbfx check examples/train_gpt.py:pipeline` calls this too."""
+    job = job or parse([])
     microbatch = torch.zeros(job.microbatch_size, job.model.sequence, dtype=torch.long)
-    return zbfx.compile(
-        new_model(job),
-        stages=job.processes,
-        microbatches=job.microbatches,
-        example_inputs=(microbatch,),
-        example_targets=microbatch,
-        loss_fn=next_token_loss,
-        schedule=schedule,
-    )
+    return {
+        "model": new_model(job),
+        "stages": job.processes,
+        "microbatches": job.microbatches,
+        "example_inputs": (microbatch,),
+        "example_targets": microbatch,
+        "loss_fn": next_token_loss,
+        "schedule": schedule,
+    }
+
+
+def compiled(job: Job, schedule: str) -> zbfx.Pipeline:
+    return zbfx.compile(**pipeline(job, schedule))
 
 
 def train_without_pipeline(job: Job) -> Iterator[float]:

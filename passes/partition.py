@@ -104,7 +104,10 @@ def names_read(node: fx.Node, line: Line, ports: Mapping[fx.Node, Port]) -> set[
 def named_cuts(joint: Joint, line: Line, cuts: Sequence[str], stage_count: int) -> list[int]:
     """The position of the first node of each named submodule."""
     if len(cuts) != stage_count - 1:
-        raise ZbfxError(f"{stage_count} stages have {stage_count - 1} cuts; found {len(cuts)}: {list(cuts)}")
+        raise ZbfxError(
+            f"{stage_count} stages have {stage_count - 1} cuts, each named once; found {len(cuts)}: {list(cuts)}. "
+            f"There are stages= times stages_per_rank= of them (2 a rank by default in V and interleaved schedules)"
+        )
     owners = [module_of(node) for node in line.forward]
     starts = []
     for name in cuts:
@@ -120,7 +123,8 @@ def named_cuts(joint: Joint, line: Line, cuts: Sequence[str], stage_count: int) 
         starts.append(inside[0])
     if starts != sorted(set(starts)) or starts[:1] == [0]:
         raise ZbfxError(
-            f"cuts name submodules in the order in which they run, none of them the first; found {list(cuts)}"
+            f"cuts name submodules in the order in which they run, none of them the first, and no place twice; found "
+            f"{list(cuts)}"
         )
     forbidden = glued(joint, line)
     for name, start in zip(cuts, starts, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -79,7 +80,7 @@ def test_compare_lists_what_fits_and_says_why_the_rest_does_not(costs: str, caps
     assert rows["1f1b"][1:4] == ["78", "0.48718", "8"]
     assert rows["zb-h1"][1:4] == ["68", "0.41176", "8"]
     assert "gpipe" not in rows
-    assert any(line.startswith("gpipe: rank 0, step 2: F0.2 raises memory to 12 bytes") for line in lines)
+    assert any(line.startswith("gpipe: rank 0, step 2: F0.2 raises memory to 12, over") for line in lines)
 
 
 def test_compare_as_json(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,6 +131,42 @@ def test_wrong_options_end_with_usage(costs: str, option: list[str], capsys: pyt
         main(["plan", "--costs", costs, *option])
     assert stop.value.code == 2
     assert "usage: zbfx plan" in capsys.readouterr().err
+
+
+def test_narrow_grids_and_files_that_cannot_be_written(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["show", "--costs", costs, "--microbatches", "2", "--schedule", "zb-h1"]
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--width", "39"])
+    assert stop.value.code == 2
+    assert "argument --width: a grid takes 40 characters or more; found 39" in capsys.readouterr().err
+    assert main([*command, "--width", "40"]) == 0
+    capsys.readouterr()
+    for option in ("--svg", "--html", "--trace"):
+        assert main([*command, option, "/no/such/folder/a"]) == 2
+        message = "zbfx: error: cannot write /no/such/folder/a: No such file or directory\n"
+        assert capsys.readouterr().err == message
+
+
+def test_schedules_in_a_v_name_the_field_to_add(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--costs", costs, "--microbatches", "2", "--schedule", "zb-v"]) == 2
+    assert "expected placement (0, 0), found (0, 1). The cost table says so in its field placement: [0, 0]" in (
+        capsys.readouterr().err
+    )
+    assert main(["plan", "--costs", costs, "--microbatches", "2", "--schedule", "interleaved-1f1b"]) == 2
+    assert "two or more: found placement (0, 1)" in capsys.readouterr().err
+
+
+def test_no_unit_that_the_cost_table_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "costs.json"
+    stage = {"t_f": 2, "t_b": 3, "t_w": 5, "m_b": 4 * 2**20, "m_w": 1}
+    path.write_text(json.dumps({"stages": [stage] * 2, "placement": [0, 1]}))
+    command = ["plan", "--costs", str(path), "--microbatches", "2", "--budget", "0.1"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"gpipe: iteration time \d+, peak memory 8.38861e\+06$", printed, re.MULTILINE)
+    assert not re.search(r"\d (s|bytes|MiB)\b", printed)
+    assert main([*command, "--mem-limit", "1"]) == 2
+    assert "no schedule fits in 1 on rank 0: it holds 0 throughout, and" in capsys.readouterr().err
 
 
 def test_reader_that_goes_away_leaves_no_traceback(costs: str) -> None:

@@ -26,6 +26,15 @@ def control_flow():
             return x * 2 if x.sum() > 0 else x
     return {**pipeline(), "model": nn.Sequential(nn.Linear(4, 3), Branch())}
 
+def three():
+    return 3
+
+def bare():
+    return {"stages": 2}
+
+def misspelt():
+    return {**pipeline(), "microbatch": 2}
+
 number = 3
 """
 
@@ -48,6 +57,9 @@ def test_a_right_pipeline_is_reported(target: str, capsys: pytest.CaptureFixture
     [
         ("missing", "has no attribute 'missing'"),
         ("number", "found int"),
+        ("three", "it returned int 3"),
+        ("bare", "it returned a dict without 'model': stages"),
+        ("misspelt", "returned 'microbatch', which zbfx.compile does not take; did you mean 'microbatches'?"),
         ("control_flow", "user_model.py:"),
     ],
 )

@@ -96,7 +96,7 @@ def test_error_of_the_model_itself_names_its_line() -> None:
 
     message = refusal(Problem(Wrong(), squares, (numbers(4, WIDTH),)), TraceError)
     assert line_of(Wrong.forward, "@ x") in message
-    assert "cannot be traced" in message
+    assert "the arguments of the example do not fit the model, which fails on them without zbfx too" in message
 
 
 def test_model_that_cannot_be_copied() -> None:

@@ -97,17 +97,56 @@ def test_what_is_not_a_number_on_both_sides_agrees() -> None:
     assert report.bitwise < report.compared  # not a number is never equal in bits
 
 
-def test_error_on_random_data_is_noted_or_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+class Picky(Drifts):
+    """Takes indices in ascending order alone, which no random data are."""
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:  # type: ignore[override]
+        if not torch.compiler.is_compiling() and not bool((index.diff() > 0).all()):
+            raise ValueError("indices ascend")
+        return self.layer(x)[index]
+
+
+class Stern(Drifts):
+    """Takes no data at all outside a trace."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            raise IndexError("index 7 is out of range")
+        return self.layer(x)
+
+
+def test_where_random_data_mean_nothing_the_example_is_tried() -> None:
+    ascending = Problem(Picky(), squares, (numbers(12, WIDTH), torch.arange(4).repeat(3)))
+    pipe = compiled(ascending, 1, 3)
+    report = check(pipe)
+    assert (report.compared, len(report.findings)) == (6, 0)  # two losses, twice; weight and bias
+    assert pipe.schedule.notes == ()
+    for choice in ("auto", True):
+        with pytest.raises(ZbfxError) as caught:
+            compiled(problem(Stern()), 1, 3, check=choice)
+        message = str(caught.value)
+        assert "cannot run" in message
+        assert "IndexError: index 7 is out of range" in message
+        assert "check=False" in message
+    with pytest.raises(ZbfxError, match="check is one of"):
+        compiled(problem(nn.Linear(WIDTH, WIDTH)), 1, 3, check="always")
+
+
+def test_no_memory_for_the_check_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> Any:
-        raise IndexError("index 7 is out of range")
+        raise torch.OutOfMemoryError("tried to allocate 7 GiB")
 
     monkeypatch.setattr(selfcheck, "check", fails)
     pipe = compiled(problem(nn.Linear(WIDTH, WIDTH)), 1, 3)
-    assert pipe.schedule.notes[-1] == "not checked: IndexError: index 7 is out of range"
-    with pytest.raises(ZbfxError, match="random data of the example's kind, and failed: IndexError: index 7"):
+    assert pipe.schedule.notes[-1] == "not checked: OutOfMemoryError: tried to allocate 7 GiB"
+    with pytest.raises(torch.OutOfMemoryError):
         compiled(problem(nn.Linear(WIDTH, WIDTH)), 1, 3, check=True)
-    with pytest.raises(ZbfxError, match="check is one of"):
-        compiled(problem(nn.Linear(WIDTH, WIDTH)), 1, 3, check="always")
+
+
+@pytest.mark.parametrize("wrong", [None, 3, nn.Linear(2, 2)])
+def test_check_of_something_else(wrong: Any) -> None:
+    with pytest.raises(ZbfxError, match=r"check takes a pipeline, what zbfx.compile returns; found \w+ "):
+        check(wrong)
 
 
 def test_wrong_split_is_refused() -> None:

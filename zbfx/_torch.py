@@ -4,10 +4,12 @@ aot_export_joint_with_descriptors   2.11.0, 2.13.0   joint forward and backward 
 descriptors.*                       2.11.0, 2.13.0   what each input and output of that graph is
 FakeTensorMode                      2.11.0, 2.13.0   tensors with shape, dtype and device but no memory
 DataDependentOutputException, ...   2.11.0, 2.13.0   what fake tensors raise where Python needs a value
+torch._subclasses.fake_tensor       2.11.0, 2.13.0   also the name of its logger
 torch.utils._pytree                 2.11.0, 2.13.0   nested inputs to flat leaves with key paths
 _saved_tensors_hooks_set_tracing    2.13.0           whether saved-tensor hooks rest while tracing
 FunctionalTensor                    2.11.0, 2.13.0   tensors whose in-place writes leave what is under them alone
 _foreach_norm, _foreach_copy_       2.11.0, 2.13.0   one kernel for many tensors
+_set_mkldnn_enabled                 2.11.0, 2.13.0   backends.mkldnn.flags sets more, and warns of it
 reduce_scatter_single, ...          2.13.0           public, and called reduce_scatter_tensor in 2.11.0
 _c10d_functional.wait_tensor        2.11.0, 2.13.0   the end of a collective in a graph
 compile_fx, GmWrapper               2.11.0, 2.13.0   a graph compiled to a function that empties its argument, a list
@@ -19,6 +21,7 @@ UntypedStorage._cdata               2.11.0, 2.13.0   the address of a storage, f
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -46,6 +49,8 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
@@ -73,6 +78,7 @@ __all__ = [
     "functional",
     "group_store",
     "has_gradient_hooks",
+    "is_limit_of_fakes",
     "join_shards",
     "local_description",
     "pytree",
@@ -83,6 +89,8 @@ __all__ = [
     "symbolic_size",
     "wait_tensor",
     "waited",
+    "without_fake_logs",
+    "without_mkldnn",
 ]
 
 
@@ -100,6 +108,36 @@ def exporting() -> Iterator[None]:
         yield
     finally:
         flags._is_exporting_flag, flags._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def without_fake_logs() -> Iterator[None]:
+    """Errors of operators on fake tensors are raised, and not logged with their tracebacks before."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextlib.contextmanager
+def without_mkldnn() -> Iterator[None]:
+    """Operators have the implementations that they have without oneDNN, the library for CPUs."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def is_limit_of_fakes(error: BaseException) -> bool:
+    """Whether code failed because its tensors are fake: no kernel for them, no memory, or C++ that wants plain ones."""
+    kinds = (UnsupportedFakeTensorException, UnsupportedOperatorException, NotImplementedError)
+    words = ("tensor subclass", "FakeTensor", "data pointer", "meta tensor")
+    return isinstance(error, kinds) or any(word in str(error) for word in words)
 
 
 def enable_saved_tensor_hooks(*_: object) -> None:

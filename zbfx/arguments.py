@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -15,6 +16,7 @@ from zbfx.passes.recompute import LEVELS, Level
 from zbfx.plan import CostTable, Schedule
 
 V_SCHEDULES = ("zb-v", "zb-v-order", "v-half", "v-min")
+LINEAR_SCHEDULES = ("1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
 
 
 def whole_number(name: str, value: Any, meaning: str) -> int:
@@ -35,6 +37,19 @@ def true_or_false(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ZbfxError(f"{name} is True or False; found {value!r}")
     return value
+
+
+def finite_number(name: str, value: Any, meaning: str, *, above_zero: bool = False) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (value > 0 if above_zero else value >= 0) or value == math.inf:
+        raise ZbfxError(f"{name} is {meaning}, a number {'>' if above_zero else '>='} 0; found {value!r}")
+    return float(value)
+
+
+def checked_seed(seed: Any) -> int:
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ZbfxError(f"seed is an integer, which fixes the random numbers; found {seed!r}")
+    return seed
 
 
 def checked_model(model: Any) -> nn.Module:
@@ -90,11 +105,31 @@ def placement_of(schedule: Any, ranks: Any, stages_per_rank: Any) -> tuple[int, 
         return schedule.costs.placement
     if stages_per_rank is not None:
         whole_number("stages_per_rank", stages_per_rank, "how many stages a rank holds")
+    if isinstance(schedule, str):
+        refuse_stages_per_rank(schedule, stages_per_rank)
     if isinstance(schedule, str) and schedule in V_SCHEDULES:
         return (*range(ranks), *reversed(range(ranks)))
     if schedule == "interleaved-1f1b":
         return tuple(range(ranks)) * (stages_per_rank or 2)
     return tuple(range(ranks)) * (stages_per_rank or 1)
+
+
+def refuse_stages_per_rank(schedule: str, found: int | None) -> None:
+    """Schedules that have a placement of their own take no other number of stages a rank."""
+    if found is None:
+        return
+    wrong, holds = False, ""
+    if schedule in V_SCHEDULES:
+        wrong, holds = found != 2, "2 stages a rank, down the ranks and back up"
+    elif schedule in LINEAR_SCHEDULES:
+        wrong, holds = found != 1, "1 stage a rank"
+    elif schedule == "interleaved-1f1b":
+        wrong, holds = found < 2, "2 or more stages a rank"
+    if wrong:
+        raise ZbfxError(
+            f"schedule={schedule!r} has {holds}; found stages_per_rank={found}. Leave stages_per_rank out, or choose "
+            f"another schedule ('auto', 'ilp' and 'gpipe' take any)"
+        )
 
 
 def levels_of(recompute: Any, mem_limit: Any, costs: Any) -> tuple[Level, ...]:
@@ -125,6 +160,11 @@ def checked_device(device: torch.device | str) -> torch.device:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ZbfxError(f"device names a device of torch, like 'cpu' or 'cuda'; found {device!r}") from error
+    if found.type == "meta":
+        raise ZbfxError(
+            "device='meta' has no memory to run on. Name the device that the pipeline will run on, like 'cpu' or "
+            "'cuda'; the model's tensors may be on meta"
+        )
     if found.type == "cuda" and not torch.backends.cuda.is_built():
         raise ZbfxError(
             f"device={str(device)!r}: this torch is built without CUDA. Use device='cpu', or install another"

@@ -68,15 +68,17 @@ class Signature:
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of a call, its structure and constants checked against the example's. Raises `InputError`."""
-        named, structure = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
-        if structure != self.structure:
+        try:
+            values = self.structure.flatten_up_to((tuple(args), dict(kwargs)))  # dicts by key, in any order
+        except ValueError:
+            named, _ = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
             expected = listed(leaf.name for leaf in self.leaves)
             found = listed(path_name(path, self.input_count) for path, _ in named)
             raise InputError(
                 f"step takes the arguments of the example microbatch: expected ({expected}), found ({found})"
-            )
+            ) from None
         tensors = []
-        for leaf, (_, value) in zip(self.leaves, named, strict=True):
+        for leaf, value in zip(self.leaves, values, strict=True):
             if isinstance(leaf, TensorSpec):
                 if not isinstance(value, Tensor):
                     raise InputError(
@@ -115,7 +117,9 @@ class Signature:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a batch's first microbatch. Raises `InputError` if it does not divide."""
         first = []
-        for spec, tensor in zip(self.tensors, self.flatten(args, kwargs), strict=True):
+        pairs = list(zip(self.tensors, self.flatten(args, kwargs), strict=True))
+        refuse_uncut(pairs, microbatches)
+        for spec, tensor in pairs:
             if spec.batch_dim is None:
                 first.append(tensor)
                 continue
@@ -130,7 +134,9 @@ class Signature:
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int) -> list[list[Tensor]]:
         """The tensors of every microbatch, cut from a full batch. Raises `InputError` before anything is sent."""
         columns = []
-        for spec, tensor in zip(self.tensors, self.flatten(args, kwargs), strict=True):
+        pairs = list(zip(self.tensors, self.flatten(args, kwargs), strict=True))
+        refuse_uncut(pairs, microbatches)
+        for spec, tensor in pairs:
             whole = spec.batch_dim is None
             expected = spec.shape if whole else (spec.shape[0] * microbatches, *spec.shape[1:])
             if tuple(tensor.shape) != expected:
@@ -150,6 +156,22 @@ class Signature:
                 )
             columns.append([tensor] * microbatches if whole else list(tensor.split(spec.shape[0])))
         return [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in range(microbatches)]
+
+
+def refuse_uncut(pairs: Sequence[tuple[TensorSpec, Tensor]], microbatches: int) -> None:
+    """Raise where one tensor comes as the example had it and others are longer: cut with the batch by coincidence."""
+    cut = [(spec, tensor) for spec, tensor in pairs if spec.batch_dim == 0]
+    if microbatches == 1 or len({tuple(tensor.shape[:1]) for _, tensor in cut}) < 2:
+        return
+    for spec, tensor in cut:
+        if tuple(tensor.shape) == spec.shape:
+            size = spec.shape[0]
+            raise InputError(
+                f"{spec.name}: expected {microbatches} microbatches of {size} each, as in the example, found "
+                f"{tuple(tensor.shape)}, the shape of one. In the example it is as long as a microbatch, and so it is "
+                f"cut like the batch. If it has no batch dimension (class weights), give it as a buffer of the model "
+                f"or of a loss module, or with a first dimension of another length than {size} (unsqueeze(0))"
+            )
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:

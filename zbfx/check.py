@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from zbfx import comm, rng
+from zbfx.arguments import checked_seed, kind_of
 from zbfx.codegen import Program, generate
 from zbfx.engine import local_runners, take_turns
-from zbfx.errors import ZbfxError
+from zbfx.errors import ZbfxError, first_line
 from zbfx.graphs import Joint, Role, copy_graph
 from zbfx.passes.canonicalize import allow_any_strides, canonicalize
 from zbfx.passes.nodes import is_random
@@ -25,6 +27,14 @@ from zbfx.trace import Objective
 
 if TYPE_CHECKING:
     from zbfx.pipeline import Pipeline
+
+
+class Values(StrEnum):
+    """What the microbatches of a check hold."""
+
+    RANDOM = "random"
+    EXAMPLE = "example"
+    ZEROS = "zeros"
 
 
 @dataclass(frozen=True)
@@ -62,16 +72,40 @@ def check(pipe: Pipeline, *, seed: int = 0, tolerance: float = 1e-6, floor: floa
     gradient is a sum of several contributions, within `tolerance` relative to its largest value, or to `floor` times
     the largest value of all, where that is more. A copy of the model itself runs both microbatches too, unless it draws
     random numbers: where its losses differ, the trace holds a value that changes from call to call. Allocates the whole
-    model on the pipeline's device; the user's tensors are neither read nor written. Call it under the autocast that
+    model on the pipeline's device; the user's tensors are not written. Call it under the autocast that
     compile ran under, if any.
+
+    Random numbers may mean nothing to the model, which then raises: the values of model and example are tried next,
+    then zeros. Raises `ZbfxError` if all of these fail.
     """
+    if not hasattr(pipe, "joint"):
+        raise ZbfxError(f"check takes a pipeline, what zbfx.compile returns; found {kind_of(pipe)}")
     if pipe.local:
         raise ZbfxError(
             "check runs in one process, and a model with DTensor parameters runs on several: check the model before "
             "its parameters are distributed"
         )
+    checked_seed(seed)
+    failed: Exception | None = None
+    for values in Values:
+        try:
+            return compared(pipe, values, seed, tolerance, floor)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            failed = failed or error
+    assert failed is not None, "there are several kinds of values"
+    raise ZbfxError(
+        f"a pipeline that cannot run: on random data of the example's kind, on the example and on zeros alike. "
+        f"The first failed with {type(failed).__name__}: {first_line(failed)}. Check that the example has the dtypes "
+        f"and values that the model takes; compile with check=False if only data of yours will do"
+    ) from failed
+
+
+def compared(pipe: Pipeline, values: Values, seed: int, tolerance: float, floor: float) -> Report:
+    """The report on two microbatches of these values."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    tensors, rows = random_data(pipe, generator)
+    tensors, rows = random_data(pipe, generator, values)
     microbatches = [comm.Microbatch(row, rng.mix(seed, index)) for index, row in enumerate(rows)]
     loss_gradient = torch.tensor(1.0 / len(rows), dtype=pipe.reduction.dtype, device=pipe.device)
     with torch.autocast(pipe.device.type, enabled=False):
@@ -134,18 +168,21 @@ def compare(name: str, want: Tensor, have: Tensor | None, tolerance: float, leas
     return Finding(name, "doubled" if doubled else "different", error)
 
 
-def random_data(pipe: Pipeline, generator: torch.Generator) -> tuple[Tensors, list[dict[str, Tensor]]]:
-    """Random parameters and buffers, and two microbatches: new floats, and the example's integers in two orders."""
+def random_data(pipe: Pipeline, generator: torch.Generator, values: Values) -> tuple[Tensors, list[dict[str, Tensor]]]:
+    """Random parameters and buffers, and two microbatches: new floats, and the example's integers in two orders; or
+    the model's own values and the example twice; or zeros for the microbatches."""
     named: dict[str, Tensor] = {}
     live = pipe.tensors().named
     for node, port in pipe.joint.input_ports().items():
         if port.role in (Role.PARAMETER, Role.BUFFER):
             named[port.name] = random_like(node.meta["val"], live[port.name], generator, pipe.device)
+            if values is Values.EXAMPLE and not live[port.name].is_meta:
+                named[port.name].copy_(live[port.name].detach())
     rows = []
     for shift in (0, 1):
         row = {}
         for spec, example in zip(pipe.signature.tensors, pipe.examples, strict=True):
-            row[spec.name] = reshuffled(example, shift, generator).to(pipe.device)
+            row[spec.name] = like_example(example, values, shift, generator).to(pipe.device)
         rows.append(row)
     return Tensors(named, pipe.joint.constants), rows
 
@@ -160,10 +197,12 @@ def random_like(fake: Tensor, live: Tensor, generator: torch.Generator, device: 
     return result.copy_(values * signs)
 
 
-def reshuffled(example: Tensor, shift: int, generator: torch.Generator) -> Tensor:
+def like_example(example: Tensor, values: Values, shift: int, generator: torch.Generator) -> Tensor:
     """Random values of the example's kind: new floats, or the example's integers in another order."""
-    if example.is_meta:
+    if example.is_meta or values is Values.ZEROS:
         return torch.zeros(example.shape, dtype=example.dtype)
+    if values is Values.EXAMPLE:
+        return example.detach()
     if example.is_floating_point():
         return torch.randn(example.shape, generator=generator, dtype=torch.float32).to(example.dtype)
     flat = example.flatten()

@@ -12,6 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
@@ -26,8 +27,10 @@ from zbfx.plan import Schedule
 from zbfx.schedule import plan
 from zbfx.schedule.registry import names
 from zbfx.show.text import amount, coloured_grid, summary
+from zbfx.show.trace import trace
 
 FAILED, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+LEAST_WIDTH = 40  # characters: a narrower grid shows nothing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     showing.add_argument(
         "--columns", choices=("time", "step"), default="time", help="seconds to scale, or one cell each"
     )
-    showing.add_argument("--width", type=positive(int), help="characters (default: the terminal's)")
+    showing.add_argument("--width", type=width, help=f"characters, {LEAST_WIDTH} or more (default: the terminal's)")
     showing.add_argument("--svg", type=Path, metavar="FILE", help="write a picture")
     showing.add_argument("--html", type=Path, metavar="FILE", help="write a page; hovering shows action and times")
     showing.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev")
@@ -105,6 +108,13 @@ def positive(kind: type[int] | type[float]) -> Any:
     return parse
 
 
+def width(text: str) -> int:
+    """An argparse type: a width that a grid has room in."""
+    if int(text) < LEAST_WIDTH:
+        raise argparse.ArgumentTypeError(f"a grid takes {LEAST_WIDTH} characters or more; found {text}")
+    return int(text)
+
+
 def solve(options: argparse.Namespace, name: str) -> Schedule:
     return plan(
         read_costs(options.costs),
@@ -141,24 +151,23 @@ def plan_command(options: argparse.Namespace) -> None:
     for rank, order in enumerate(schedule.ranks):
         print(f"rank {rank}:", " ".join(map(str, order)))
     print(summary(schedule))
-    print("peak memory per rank:", ", ".join(map(amount, schedule.peak_bytes)))
+    print("peak memory per rank:", ", ".join(amount(peak, schedule) for peak in schedule.peak_bytes))
     for note in schedule.notes:
         print(note)
 
 
 def show_command(options: argparse.Namespace) -> None:
     schedule = solve(options, options.schedule)
-    written = False
-    for path, draw in ((options.svg, schedule.svg), (options.html, schedule.html)):
-        if path is not None:
+    drawings = ((options.svg, schedule.svg), (options.html, schedule.html), (options.trace, partial(trace, schedule)))
+    files = [(path, draw) for path, draw in drawings if path is not None]
+    for path, draw in files:
+        try:
             path.write_text(draw())
-            written = True
-    if options.trace is not None:
-        schedule.trace(options.trace)
-        written = True
-    if not written:
-        width = options.width or get_terminal_size((120, 24)).columns
-        Console().print(coloured_grid(schedule, width, options.columns), soft_wrap=True, end="")
+        except OSError as error:
+            raise ZbfxError(f"cannot write {path}: {error.strerror}") from error
+    if not files:
+        columns = options.width or max(LEAST_WIDTH, get_terminal_size((120, 24)).columns)
+        Console().print(coloured_grid(schedule, columns, options.columns), soft_wrap=True, end="")
 
 
 def compare_command(options: argparse.Namespace) -> None:
@@ -191,7 +200,7 @@ def cells(schedule: Schedule) -> tuple[str, ...]:
         schedule.name,
         f"{schedule.iteration_s:.6g}",
         f"{schedule.bubble_rate:.5f}",
-        amount(max(schedule.peak_bytes)),
+        amount(max(schedule.peak_bytes), schedule),
         f"{schedule.lower_bound_s:.6g}",
         "0, optimal" if schedule.gap == 0 else gap,
         f"{schedule.search_s:.2f}",

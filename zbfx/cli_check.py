@@ -1,16 +1,18 @@
-"""`python -m zbfx check train.py:pipeline`: compile the user's own model and prove its pipeline right."""
+"""`python -m zbfx check FILE.py:FUNCTION`: compile the user's own model and prove its pipeline right."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from zbfx.errors import ZbfxError
+from zbfx.errors import ZbfxError, listed
 
 EXAMPLE = "a function that returns the arguments of zbfx.compile as a dict, at least its model and example inputs"
 
@@ -29,13 +31,29 @@ def check_command(options: argparse.Namespace) -> None:
     """Prints the report; raises `ZbfxError` if a gradient is lost, doubled or different."""
     import zbfx  # brings torch, which the planning commands do without
 
-    arguments = {"stages": 2, "microbatches": 2, "schedule": "1f1b", **load(options.target)()}
+    function = load(options.target)
+    given = checked_arguments(options.target, function(), inspect.signature(zbfx.compile))
+    arguments = {"stages": 2, "microbatches": 2, "schedule": "1f1b", **given, "check": False}
     if options.stages is not None:
         arguments["stages"] = options.stages
     report = zbfx.check(zbfx.compile(**arguments), seed=options.seed)
     if not report:
         raise ZbfxError(f"the pipeline is wrong: {report}")
     print(report)
+
+
+def checked_arguments(target: str, given: Any, signature: inspect.Signature) -> Mapping[str, Any]:
+    """What the function returned, if it is a dict of arguments that zbfx.compile takes."""
+    if not isinstance(given, Mapping):
+        raise ZbfxError(f"{target} is {EXAMPLE}; it returned {type(given).__name__} {given!r}"[:300])
+    if "model" not in given:
+        raise ZbfxError(f"{target} is {EXAMPLE}; it returned a dict without 'model': {listed(given)}")
+    unknown = [key for key in given if key not in signature.parameters]
+    if unknown:
+        close = get_close_matches(str(unknown[0]), signature.parameters, n=1)
+        meant = f"; did you mean {close[0]!r}?" if close else f". Known: {', '.join(signature.parameters)}"
+        raise ZbfxError(f"{target} returned {unknown[0]!r}, which zbfx.compile does not take{meant}")
+    return given
 
 
 def load(target: str) -> Callable[[], Mapping[str, Any]]:

@@ -23,6 +23,7 @@ from zbfx.arguments import (
     checked_overlap,
     checked_schedule,
     device_of,
+    finite_number,
     levels_of,
     on_all_ranks,
     placements_of,
@@ -136,6 +137,8 @@ def compile(
     whole_number("microbatches", microbatches, "how many microbatches a step runs")
     backend, cuts, check = checked_backend(backend, device), checked_cuts(cuts), checked_choice(check)
     overlaps = checked_overlap(overlap, device)
+    if optimizer_slots is not None:
+        finite_number("optimizer_slots", optimizer_slots, "how many tensors the optimizer keeps for each parameter")
 
     local = local_parts(named_tensors(model, loss_fn))
     refuse_measuring(local, costs)
@@ -309,6 +312,7 @@ class Pipeline:
         Raises `ZbfxError` if torch.distributed is not initialised, has another number of ranks, or if plans or the
         values of replicas differ.
         """
+        finite_number("timeout_s", timeout_s, "how many seconds to wait for another rank", above_zero=True)
         place = find_place(len(self.programs), rank_or_mesh)
         options = StepOptions(torch.initial_seed() if seed is None else seed, on_nonfinite, on_new_shape)
         channels = Channels(place, self.device, timedelta(seconds=timeout_s))

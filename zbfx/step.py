@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zbfx import rng
+from zbfx.arguments import checked_seed, kind_of
 from zbfx.bind import refuse_gradient_hooks
 from zbfx.codegen import Program
 from zbfx.comm import LocalTransport, Mailbox, Transport
@@ -30,6 +31,7 @@ T = TypeVar("T")
 Batch = tuple[Engine, Sequence[Sequence[Tensor]]]  # what runs a call, and the tensors of its microbatches
 
 NEW_SHAPES = ("refuse", "recompile", "symbolic")
+PAIRS = "a list of (positional arguments, keyword arguments), like ((inputs, targets), {}), one for each microbatch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class StepOptions:
     on_new_shape: str = "refuse"
 
     def __post_init__(self) -> None:
+        checked_seed(self.seed)
         checked_choice(self.on_nonfinite)
         if self.on_new_shape not in NEW_SHAPES:
             raise ZbfxError(f"on_new_shape is one of {NEW_SHAPES}; found {self.on_new_shape!r}")
@@ -86,10 +89,16 @@ class Step(ABC):
         return engine, engine.pipe.signature.split(args, kwargs, self.microbatches)
 
     def run_split(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Tensor:
-        """One step from microbatches that are cut already: (positional, keyword) arguments of each."""
+        """One step from microbatches that are cut already: (positional, keyword) arguments of each, in a list like
+        `[((inputs, targets), {}), ...]`."""
         return self.train(*self.admit(partial(self.split_batch, batches)))
 
     def split_batch(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Batch:
+        if not isinstance(batches, Sequence) or isinstance(batches, str):
+            raise InputError(f"run_split takes {PAIRS}; found {kind_of(batches)}")
+        for index, pair in enumerate(batches):
+            if not is_pair(pair):
+                raise InputError(f"run_split takes {PAIRS}; found {kind_of(pair)} for microbatch {index}")
         if len(batches) != self.microbatches:
             raise InputError(f"expected {self.microbatches} microbatches, found {len(batches)}")
         self.check_flags()
@@ -216,6 +225,13 @@ class Step(ABC):
     @abstractmethod
     def problems(self, engine: Engine) -> list[str]:
         """What is not finite on any rank after a step."""
+
+
+def is_pair(value: Any) -> bool:
+    """Whether a value is (positional, keyword) arguments of a call."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        return False
+    return isinstance(value[0], tuple | list) and isinstance(value[1], Mapping)
 
 
 class LocalStep(Step):

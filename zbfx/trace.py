@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,14 +19,13 @@ from torch.overrides import TorchFunctionMode
 
 from zbfx import _torch
 from zbfx.batch import Signature
-from zbfx.errors import TraceError, ZbfxError, first_line
+from zbfx.errors import TraceError, ZbfxError
 from zbfx.graphs import Joint, Port, Role, copy_graph
 from zbfx.passes.sizes import inline_sizes
+from zbfx.refusals import LIBRARY_FOLDERS, UNKNOWN_LINE, refuse, refuse_flex_attention, refuse_mixed_dtypes
 from zbfx.sizes import Sizes
 from zbfx.tensor_parallel import fake_sharded, is_sharded, localize, place_gradients
 
-LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-UNKNOWN_LINE = "an unknown line"
 MODEL_PREFIX, LOSS_PREFIX = "model.", "loss_fn."
 
 
@@ -41,6 +38,7 @@ class Objective(nn.Module):
         super().__init__()
         self.model, self.loss_fn, self.signature = model, loss_fn, signature
         self.lines = UserLines(model) if traced else contextlib.nullcontext()
+        self.part = "the model"  # at work: else "loss_fn", or "the backward"
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         buffers = dict(self.named_buffers(remove_duplicate=False))
@@ -57,6 +55,7 @@ class Objective(nn.Module):
             output = self.model(*args[: self.signature.input_count], **kwargs)
             if self.loss_fn is None:
                 return (checked_loss(model_loss(output), "the model"),)
+            self.part = "loss_fn"
             loss = self.loss_fn(output, *args[self.signature.input_count :])
             if not isinstance(loss, tuple):
                 return (checked_loss(loss, "loss_fn"),)
@@ -64,6 +63,7 @@ class Objective(nn.Module):
 
     def keep_buffers(self, _: Tensor) -> None:
         """As the backward begins: recomputing reads buffers as the forward found them, and its writes go nowhere."""
+        self.part = "the backward"
         for module in self.modules():
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 module._buffers[name] = _torch.functional(buffer)
@@ -150,7 +150,10 @@ class UserLines(TorchFunctionMode):
                     f"the model or its loss runs a backward of its own (Tensor.backward) at {line}: its gradients "
                     f"would be lost. Return the loss, or give its gradient in the backward of a torch.autograd.Function"
                 )
-        return func(*args, **(kwargs or {}))
+        # The fused layer of the CPU library keeps what its backward needs only where autograd sees it run.
+        fused = func is torch.lstm
+        with _torch.without_mkldnn() if fused else contextlib.nullcontext():
+            return func(*args, **(kwargs or {}))
 
 
 def writes(func: Any) -> bool:
@@ -193,34 +196,30 @@ def trace(
     objective = Objective(fake_model, fake_loss_fn, signature)
     if evaluation:
         objective.eval()
+
+    def fails_alone() -> bool:
+        """Whether plain PyTorch fails on these arguments too, on tensors without data."""
+        alone = Objective(*fake_copies(model, loss_fn, fake_mode, device), signature, traced=False)
+        if evaluation:
+            alone.eval()
+        try:
+            with fake_mode, torch.enable_grad():
+                alone.losses(tuple(inputs))
+        except Exception:
+            return True
+        return False
+
     try:
-        with fake_mode:
+        with fake_mode, _torch.without_fake_logs():
             module = _torch.capture_joint(objective, inputs)
     except ZbfxError as error:
         refuse_flex_attention(error)
         raise
-    except _torch.DATA_DEPENDENT_ERRORS as error:
-        raise TraceError(
-            f"the model decides by a tensor's value what to run next, which one graph cannot hold ({error}), "
-            f"at {user_line(error)}. Use torch.where, or take the decision outside the model"
-        ) from error
     except Exception as error:
-        refuse_flex_attention(error)
-        line = user_line(error)
-        if isinstance(error, TypeError) and line == UNKNOWN_LINE:
-            raise TraceError(
-                f"the model or loss_fn does not take the arguments of the example: {error}. Give example_inputs and "
-                f"example_kwargs as the model's forward takes them, and example_targets as loss_fn does after outputs"
-            ) from error
-        if any("_higher_order_ops" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
-            raise TraceError(
-                f"the model runs an operator that holds graphs of its own, like torch.cond, at {user_line(error)}: its "
-                f"backward cannot be split. Use torch.where, or take the decision outside the model"
-            ) from error
-        raise TraceError(
-            f"the model cannot be traced: {type(error).__name__}: {first_line(error)}, at {line}. Change that line, or "
-            f"make it an operator of its own (torch.library.custom_op with register_fake and register_autograd)"
-        ) from error
+        with _torch.without_fake_logs():
+            refuse(error, fake_model, objective.part, fails_alone)
+        raise
+    refuse_mixed_dtypes(module.graph)
     if any(map(is_sharded, model.parameters())):
         module = localize(module)
     joint = as_joint(module, signature, canonical_names(model, loss_fn))
@@ -303,25 +302,6 @@ def fake_copies(model: nn.Module, loss_fn: Any, fake_mode: Any, device: torch.de
         ) from error
 
 
-def user_line(error: BaseException) -> str:
-    """File, line and text of the innermost frame that is neither torch's nor ours; else of the layer of torch."""
-    stack = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in stack if not frame.filename.startswith(LIBRARY_FOLDERS)]
-    frames = frames or [f for f in stack if "/nn/modules/" in f.filename and not f.filename.endswith("/module.py")]
-    return f"{frames[-1].filename}:{frames[-1].lineno} `{frames[-1].line}`" if frames else UNKNOWN_LINE
-
-
-def refuse_flex_attention(error: BaseException) -> None:
-    """The scores of flex_attention are a graph inside an operator."""
-    stack = traceback.extract_tb(error.__traceback__)
-    if any(frame.filename.endswith("/nn/attention/flex_attention.py") for frame in stack):
-        raise TraceError(
-            f"the model calls flex_attention, at {user_line(error)}: what it does to the scores is a graph inside an "
-            f"operator, whose backward cannot be split (and does not exist on a CPU). Use "
-            f"torch.nn.functional.scaled_dot_product_attention, with the scores' bias or mask as attn_mask"
-        ) from error
-
-
 def as_joint(module: fx.GraphModule, signature: Signature, canonical: Mapping[str, str]) -> Joint:
     """Read the roles off the tracer's descriptors; lift tensor constants to inputs; give tied tensors one name."""
     graph = copy_graph(module.graph)
@@ -376,6 +356,6 @@ def output_port(value: fx.Node, description: Any, signature: Signature, canonica
         case _torch.InputMutationAOTOutput(mutated_input=mutated):
             raise TraceError(
                 f"the model writes in place into the {input_port(mutated, signature, canonical)}, at "
-                f"{value.meta.get('stack_trace') or 'an unknown line'}; write into a copy (`x = x.clone()`) or a buffer"
+                f"{value.meta.get('stack_trace') or UNKNOWN_LINE}; write into a copy (`x = x.clone()`) or a buffer"
             )
     raise TraceError(f"the model has an output that zbfx does not know: {description}")

@@ -102,7 +102,7 @@ class Grows(Branch):
 TRACING: dict[str, tuple[type[nn.Module], str | None, str, str]] = {
     "branch on a value": (Branch, "x.sum() > 0", "a tensor's value", "torch.where"),
     "numpy": (ToNumpy, ".numpy()", ".numpy() is not supported", "torch.library.custom_op"),
-    "error of the model": (Mismatched, "@ x", "RuntimeError", "Change that line"),
+    "error of the model": (Mismatched, "@ x", "RuntimeError", "or change that line"),
     "write into an input": (WritesInput, "x += 1", "input inputs[0]", "x.clone()"),
     "write into a hidden tensor": (WritesList, "mul_(2)", "(mul_) into a tensor of shape (6,)", "register_buffer"),
     "backward of its own": (Backward, ".backward(", "Tensor.backward", "torch.autograd.Function"),

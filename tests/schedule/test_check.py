@@ -61,7 +61,7 @@ def test_the_grid_marks_the_failing_cell() -> None:
 
 def test_memory_over_the_limit() -> None:
     text = rejected(*GOOD, mem_limit=17)
-    assert "rank 0, step 1: F0.1 raises memory to 18 bytes, over the limit of 17; this order needs 18" in text
+    assert "rank 0, step 1: F0.1 raises memory to 18, over the limit of 17; this order needs 18" in text
 
 
 def test_a_limit_that_nothing_meets_names_the_smallest() -> None:

@@ -48,7 +48,7 @@ def test_any_number_of_ranks_and_microbatches(p: int, m: int, name: str) -> None
     check(costs, m, GENERATORS[name](costs, m))
 
 
-@pytest.mark.parametrize(("p", "stages_per_rank", "m"), list(product((1, 2, 3, 5), (1, 2, 3), (1, 3, 7, 12))))
+@pytest.mark.parametrize(("p", "stages_per_rank", "m"), list(product((1, 2, 3, 5), (2, 3), (1, 3, 7, 12))))
 def test_interleaved_runs_for_any_number_of_microbatches(p: int, stages_per_rank: int, m: int) -> None:
     stages = [StageCost(2, 3, 5)] * (p * stages_per_rank)
     costs = CostTable.chain(stages, 0.5, looped_placement(p, stages_per_rank))
@@ -94,8 +94,14 @@ def test_wrong_placements_are_refused() -> None:
         with pytest.raises(ZbfxError, match=rf"{name} puts stage i on rank i"):
             plan(looped, 4, schedule=name)
     for name in ("zb-v", "v-half", "v-min"):
-        with pytest.raises(ZbfxError, match=r"in a V: expected placement \(0, 1, 1, 0\)"):
+        with pytest.raises(ZbfxError, match=r"in a V: expected placement \(0, 1, 1, 0\)") as caught:
             plan(linear, 4, schedule=name)
+        assert "The cost table says so in its field placement: [0, 1, 1, 0]" in str(caught.value)
+        with pytest.raises(ZbfxError, match="an even number of stages, found 3"):
+            plan(CostTable.chain(UNEQUAL[:3], 0), 4, schedule=name)
+    with pytest.raises(ZbfxError, match=r"two or more: found placement \(0, 1, 2, 3\)") as caught:
+        plan(linear, 4, schedule="interleaved-1f1b")
+    assert "for two ranks [0, 1, 0, 1]" in str(caught.value)
     with pytest.raises(ZbfxError, match="stage i on rank i mod p"):
         plan(CostTable.chain(UNEQUAL, 0, (0, 1, 1, 0)), 4, schedule="interleaved-1f1b")
 

@@ -94,7 +94,7 @@ def _check_memory(
                     ranks,
                     rank,
                     step,
-                    f"{ranks[rank][step]} raises memory to {problem.bytes(held + problem.static[rank]):g} bytes, "
+                    f"{ranks[rank][step]} raises memory to {problem.bytes(held + problem.static[rank]):g}, "
                     f"over the limit of {problem.bytes(allowed[rank] + problem.static[rank]):g}; "
                     f"this order needs {timed.peak_bytes[rank]:g}",
                 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from zbfx.errors import ZbfxError
 from zbfx.plan import Action, CostTable, Kind
 
@@ -22,7 +24,14 @@ def gpipe(costs: CostTable, microbatches: int) -> Ranks:
 def require_linear(name: str, costs: CostTable) -> None:
     if costs.placement != tuple(range(len(costs.stages))):
         expected = tuple(range(len(costs.stages)))
-        raise ZbfxError(f"{name} puts stage i on rank i: expected placement {expected}, found {costs.placement}")
+        raise ZbfxError(
+            f"{name} puts stage i on rank i: expected placement {expected}, found {costs.placement}. {place(expected)}"
+        )
+
+
+def place(expected: Sequence[int]) -> str:
+    """What to do about a cost table with another placement."""
+    return f"The cost table says so in its field placement: {list(expected)}"
 
 
 def one_f_one_b(costs: CostTable, microbatches: int) -> Ranks:

@@ -19,10 +19,10 @@ def interleaved_1f1b(costs: CostTable, microbatches: int) -> Ranks:
     full is cut out of a full one, which keeps the order free of deadlock.
     """
     p, count = costs.rank_count, len(costs.stages)
-    if count % p or costs.placement != looped_placement(p, count // p):
+    if count == p or count % p or costs.placement != looped_placement(p, count // p):
         raise ZbfxError(
-            f"interleaved-1f1b puts stage i on rank i mod p, the same number of stages on each: found placement "
-            f"{costs.placement}"
+            f"interleaved-1f1b puts stage i on rank i mod p, the same number of stages on each, two or more: found "
+            f"placement {costs.placement}. The cost table says so in its field placement, for two ranks [0, 1, 0, 1]"
         )
     chunks = count // p
     virtual = [(chunk, first + j) for first in range(0, microbatches, p) for chunk in range(chunks) for j in range(p)]

@@ -94,12 +94,14 @@ def require_feasible(costs: CostTable, limits: Sequence[Number] | None) -> None:
         costs.stages_of(rank), key=lambda s: exact(costs.stages[s].static_bytes) + exact(costs.stages[s].saved_bytes)
     )
     one_limit = max(least) if len(set(limits)) == 1 else least[rank]
-    static, cost = static_bytes(costs, rank), costs.stages[stage]
+    throughout = static_bytes(costs, rank)
+    room = max(exact(costs.stages[s].transient_bytes) for s in costs.stages_of(rank))
+    parts = f" ({float(throughout - room):g} static, and room for {float(room):g} inside an action)" if room else ""
     raise NoFeasibleSchedule(
-        f"no schedule fits in {float(limits[rank]):g} bytes on rank {rank}: it holds {float(static):g} bytes "
-        f"throughout and {float(least[rank] - static):g} for a single microbatch. "
+        f"no schedule fits in {float(limits[rank]):g} on rank {rank}: it holds {float(throughout):g} "
+        f"throughout{parts}, and {float(least[rank] - throughout):g} for a single microbatch. "
         f"The smallest feasible limit is {float(one_limit):g}, "
-        f"set by stage {stage} (M_B {float(cost.saved_bytes):g}, static {float(cost.static_bytes):g}). "
+        f"set by stage {stage} (M_B {float(costs.stages[stage].saved_bytes):g}). "
         "Raise the limit, use smaller microbatches, or cut the model into more stages.",
         float(one_limit),
     )

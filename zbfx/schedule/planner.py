@@ -62,7 +62,7 @@ def plan(
     notes = best.notes
     if len(tables) > 1:
         compared = [
-            f"placement {_short(c.costs.placement)}: {c.iteration_s:g} s, bubble {c.bubble_rate:.4f}"
+            f"placement {_short(c.costs.placement)}: iteration time {c.iteration_s:g}, bubble rate {c.bubble_rate:.4f}"
             for c in candidates
         ]
         notes = (*compared, *(f"not possible: {str(refusal).splitlines()[0]}" for refusal in refusals), *notes)

@@ -127,7 +127,7 @@ class Refinement:
             return False
         self.failures = 0
         self.take(TimedOrders.of(self.problem, orders))
-        self.notes.append(f"integer program: {self.problem.seconds(cost):g} s")
+        self.notes.append(f"integer program: {self.problem.seconds(cost):g}")
         return False
 
 

@@ -100,7 +100,7 @@ class Search:
         if listed is None or (self.best is not None and listed.cost >= self.best.cost):
             return False
         self.best = listed
-        self.notes.append(f"{how}: {self.problem.seconds(listed.cost):g} s")
+        self.notes.append(f"{how}: {self.problem.seconds(listed.cost):g}")
         return True
 
     def lead(self) -> None:
@@ -123,7 +123,8 @@ class Search:
             self.offer(listed, name)
         self.generated.append((name, [split(self.problem, order) for order in orders]))
         peak = max(self.problem.bytes(peak + static) for peak, static in zip(peaks, self.problem.static, strict=True))
-        return f"{name}: {self.problem.seconds(cost):g} s, {peak:g} bytes{'' if fits else ', over the limit'}"
+        over = "" if fits else ", over the limit"
+        return f"{name}: iteration time {self.problem.seconds(cost):g}, peak memory {peak:g}{over}"
 
     def run(self) -> None:
         """The grids, then rounds in which each line of search varies and polishes its schedule, fewer lines each round.
@@ -238,7 +239,7 @@ class Search:
         cost = Fraction(self.best.cost, self.problem.ticks_per_s)
         proven = self.best.cost <= self.target
         why = "the bound is met: proven optimal" if proven else "time is up"
-        self.notes.append(f"{why}; the bound is {float(self.certificate.seconds):g} s ({self.certificate.argument})")
+        self.notes.append(f"{why}; the bound is {float(self.certificate.seconds):g} ({self.certificate.argument})")
         return Found(
             self.problem.decode(self.best.orders), cost, cost if proven else self.certificate.seconds, tuple(self.notes)
         )

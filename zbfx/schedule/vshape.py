@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zbfx.errors import ZbfxError
 from zbfx.plan import Action, CostTable, Kind
-from zbfx.schedule.handmade import Ranks
+from zbfx.schedule.handmade import Ranks, place
 
 KIND_ORDER = (Kind.B, Kind.F, Kind.W)  # which goes first where a block meets another at the same time
 
@@ -15,10 +15,14 @@ def v_placement(ranks: int) -> tuple[int, ...]:
 
 
 def require_v(name: str, costs: CostTable) -> None:
-    expected = v_placement(len(costs.stages) // 2)
+    count = len(costs.stages)
+    if count % 2:
+        raise ZbfxError(f"{name} puts two stages on each rank in a V: expected an even number of stages, found {count}")
+    expected = v_placement(count // 2)
     if costs.placement != expected:
         raise ZbfxError(
-            f"{name} puts two stages on each rank in a V: expected placement {expected}, found {costs.placement}"
+            f"{name} puts two stages on each rank in a V: expected placement {expected}, found {costs.placement}. "
+            f"{place(expected)}"
         )
 
 

@@ -40,7 +40,7 @@ def html(schedule: Schedule) -> str:
     name = escape(schedule.name)
     legend = " ".join(f'<span style="background:{fill}">&nbsp;{kind}&nbsp;</span>' for kind, fill in FILLS.items())
     rows = "".join(
-        f"<tr><td>{rank}</td><td>{busy_s(schedule, rank):.6g}</td><td>{amount(peak)}</td></tr>"
+        f"<tr><td>{rank}</td><td>{busy_s(schedule, rank):.6g}</td><td>{amount(peak, schedule)}</td></tr>"
         for rank, peak in enumerate(schedule.peak_bytes)
     )
     notes = "".join(f"<li>{escape(note)}</li>" for note in schedule.notes)

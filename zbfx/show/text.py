@@ -163,7 +163,7 @@ def memory_rows(schedule: Schedule, width: int) -> list[Line]:
     curves = schedule.memory or simulate(schedule.costs, schedule.microbatches, schedule.ranks).memory
     most = max(schedule.peak_bytes, default=0.0)
     where = schedule.peak_bytes.index(most) if schedule.peak_bytes else 0
-    lines: list[Line] = [[(f"memory held, a full bar is the peak: {amount(most)} on rank {where}", None)]]
+    lines: list[Line] = [[(f"memory held, a full bar is the peak: {amount(most, schedule)} on rank {where}", None)]]
     for rank, curve in enumerate(curves):
         shares = [held / most if most else 0.0 for held in column_maxima(curve, count, scale)]
         bars = "".join(BARS[ceil(share * (len(BARS) - 1) - 1e-9)] for share in shares)
@@ -181,9 +181,10 @@ def column_maxima(curve: Sequence[tuple[float, float]], count: int, scale: float
     return maxima
 
 
-def amount(size_bytes: float) -> str:
-    """Bytes as text. Below 1 MiB the number may count any unit and stays as it is."""
+def amount(size_bytes: float, schedule: Schedule | None = None) -> str:
+    """Bytes as text. Of a schedule that was planned from costs alone, the number may count any unit and stays as it is,
+    and so does one below 1 MiB."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if size_bytes >= size:
+        if size_bytes >= size and (schedule is None or schedule.memory is not None):
             return f"{size_bytes / size:.2f} {unit}"
     return f"{size_bytes:.6g}"
