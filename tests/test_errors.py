@@ -18,6 +18,7 @@ import zbfx
 from tests.models import Problem, gpt, mlp, numbers, squares
 from tests.reference import compiled
 from zbfx import InputError, InvalidSchedule, NoFeasibleSchedule, PipelineFault, TraceError, ZbfxError
+from zbfx.arguments import placement_of
 
 WIDTH = 6
 
@@ -213,6 +214,10 @@ def test_unknown_cut() -> None:
 
 
 def test_wrong_number_of_cuts() -> None:
+    twice = refusal(mlp(2), stages=2, cuts=["2", "2"])
+    assert (
+        "2 stages have 1 cuts, each named once; found 2: ['2', '2']. There are stages= times stages_per_rank=" in twice
+    )
     message = refusal(mlp(2), stages=3, cuts=["4"])
     assert "3 stages have 2 cuts" in message
     assert "found 1" in message
@@ -243,6 +248,53 @@ def test_device_that_this_torch_does_not_have() -> None:
     message = refusal(mlp(2), device="cuda")
     assert "built without CUDA" in message
     assert "device='cpu'" in message
+
+
+@pytest.mark.parametrize("model_device", ["cpu", "meta"])
+def test_meta_is_no_device_to_run_on(model_device: str) -> None:
+    problem = mlp(2)
+    message = refusal(replace(problem, model=problem.model.to(model_device)), device="meta")
+    assert message.startswith("device='meta' has no memory to run on. Name the device")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "count", "has"),
+    [
+        ("zb-v", 1, "2 stages a rank, down the ranks and back up"),
+        ("v-half", 3, "2 stages a rank, down the ranks and back up"),
+        ("zb-h1", 2, "1 stage a rank"),
+        ("zb-2p", 2, "1 stage a rank"),
+        ("interleaved-1f1b", 1, "2 or more stages a rank"),
+    ],
+)
+def test_stages_per_rank_that_a_schedule_does_not_have(schedule: str, count: int, has: str) -> None:
+    message = refusal(mlp(2), schedule=schedule, stages_per_rank=count)
+    assert message.startswith(
+        f"schedule={schedule!r} has {has}; found stages_per_rank={count}. Leave stages_per_rank out"
+    )
+    held = {"zb-v": 2, "v-half": 2, "interleaved-1f1b": 2}.get(schedule, 1)
+    assert placement_of(schedule, 2, held) == placement_of(schedule, 2, None)
+
+
+@pytest.mark.parametrize("slots", [-1, "2", float("nan"), float("inf"), True])
+def test_optimizer_slots(slots: Any) -> None:
+    message = refusal(mlp(2), optimizer_slots=slots)
+    assert (
+        f"optimizer_slots is how many tensors the optimizer keeps for each parameter, a number >= 0; found {slots!r}"
+        in (message)
+    )
+
+
+def test_arguments_of_bind_run_local_and_check() -> None:
+    pipe = compiled(mlp(2), 2, 2)
+    for timeout_s in (-1, 0, "a", float("nan"), float("inf"), None):
+        with pytest.raises(ZbfxError, match=r"timeout_s is how many seconds to wait .*, a number > 0; found"):
+            pipe.bind(timeout_s=timeout_s)  # type: ignore[arg-type]
+    for seed in ("x", 1.5, True):
+        with pytest.raises(ZbfxError, match="seed is an integer"):
+            pipe.run_local(seed=seed)  # type: ignore[arg-type]
+        with pytest.raises(ZbfxError, match="seed is an integer"):
+            zbfx.check(pipe, seed=seed)  # type: ignore[arg-type]
 
 
 def test_unknown_schedule() -> None:
@@ -359,6 +411,77 @@ def test_microbatches_that_are_cut_already() -> None:
     assert torch.equal(loss, compiled(problem, 2, 2).run_local()(*problem.inputs, *problem.targets))
     with pytest.raises(InputError, match="expected 2 microbatches, found 1"):
         step.run_split(cut[:1])
+
+
+@pytest.mark.parametrize(
+    ("batches", "found"),
+    [
+        (None, "found NoneType None"),
+        ("ab", "found str 'ab'"),
+        ([numbers(2, 8)] * 2, "found a tensor of shape (2, 8) for microbatch 0"),
+        ([(numbers(2, 8), numbers(2, 8))] * 2, "found tuple (tensor("),
+        ([((numbers(2, 8), numbers(2, 8)), {}), ((numbers(2, 8),), None)], "for microbatch 1"),
+    ],
+)
+def test_microbatches_that_are_no_pairs(batches: Any, found: str) -> None:
+    step = compiled(mlp(2), 2, 2).run_local()
+    with pytest.raises(InputError) as caught:
+        step.run_split(batches)
+    assert "run_split takes a list of (positional arguments, keyword arguments), like ((inputs, targets), {}), one" in (
+        str(caught.value)
+    )
+    assert found in str(caught.value)
+
+
+class Weighted(nn.Module):
+    """The classes are as many as the rows of a microbatch, and so are their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.layer(batch["x"] - 2 * batch["z"])
+
+
+def weighted(output: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, targets, weights)
+
+
+@pytest.mark.parametrize("on_new_shape", ["refuse", "recompile"])
+def test_tensor_that_is_as_long_as_a_microbatch_by_coincidence(on_new_shape: str) -> None:
+    x, targets, weights = numbers(12, 8), torch.arange(12) % 4, torch.arange(4) + 1.0
+    pipe = zbfx.compile(
+        Weighted(),
+        stages=1,
+        microbatches=3,
+        example_inputs=({"x": x[:4], "z": x[4:8]},),
+        example_targets=(targets[:4], weights),
+        loss_fn=weighted,
+        schedule="gpipe",
+    )
+    step = pipe.run_local(on_new_shape=on_new_shape)
+    for call in (step, step.evaluate):
+        with pytest.raises(InputError) as caught:
+            call({"x": x, "z": x}, targets, weights)
+        message = str(caught.value)
+        assert message.startswith(
+            "targets[1]: expected 3 microbatches of 4 each, as in the example, found (4,), the shape"
+        )
+        assert "class weights" in message
+        assert "a buffer of the model or of a loss module" in message
+
+
+def test_dicts_match_by_key() -> None:
+    x, z = numbers(12, 8), numbers(12, 8, seed=3)
+    problem = Problem(Weighted(), squares, ({"x": x, "z": z},))
+    step = compiled(problem, 1, 3).run_local()
+    expected = step({"x": x, "z": z})
+    assert torch.equal(step({"z": z, "x": x}), expected)
+    assert not torch.equal(step({"z": x, "x": z}), expected)
+    for wrong in ({"x": x}, {"x": x, "z": z, "y": z}, {"x": x, "y": z}, [x, z]):
+        with pytest.raises(InputError, match=r"expected \(inputs\[0\]\['x'\], inputs\[0\]\['z'\]\), found"):
+            step(wrong)
 
 
 def test_model_without_data() -> None:

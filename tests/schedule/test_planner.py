@@ -130,6 +130,16 @@ def test_every_feasible_limit_has_a_schedule(weight_saved: int) -> None:
     assert caught.value.smallest_limit == 7
 
 
+def test_static_bytes_have_one_figure() -> None:
+    stage = StageCost(2, 3, 5, 4, 3, static_bytes=20, transient_bytes=6)
+    with pytest.raises(NoFeasibleSchedule) as caught:
+        plan(CostTable.chain([stage] * 2, 1), 4, mem_limit="0.25x")
+    assert str(caught.value).startswith(
+        "no schedule fits in 28 on rank 0: it holds 26 throughout (20 static, and room for 6 inside an action), and 4 for "
+        "a single microbatch. The smallest feasible limit is 30, set by stage 0 (M_B 4). Raise the limit"
+    )
+
+
 def test_one_limit_per_rank() -> None:
     costs = CostTable.chain([StageCost(2, 3, 5, 4, 3)] * 3, 1)
     found = plan(costs, 8, mem_limit=[8, 20, 12], budget_s=1)
