@@ -135,8 +135,8 @@ def test_static_bytes_have_one_figure() -> None:
     with pytest.raises(NoFeasibleSchedule) as caught:
         plan(CostTable.chain([stage] * 2, 1), 4, mem_limit="0.25x")
     assert str(caught.value).startswith(
-        "no schedule fits in 28 on rank 0: it holds 26 throughout (20 static, and room for 6 inside an action), and 4 for "
-        "a single microbatch. The smallest feasible limit is 30, set by stage 0 (M_B 4). Raise the limit"
+        "no schedule fits in 28 on rank 0: it holds 26 throughout (20 static, and room for 6 inside an action), and 4 "
+        "for a single microbatch. The smallest feasible limit is 30, set by stage 0 (M_B 4). Raise the limit"
     )
 
 
