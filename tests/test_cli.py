@@ -149,7 +149,7 @@ def test_narrow_grids_and_files_that_cannot_be_written(costs: str, capsys: pytes
 
 def test_schedules_in_a_v_name_the_field_to_add(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--costs", costs, "--microbatches", "2", "--schedule", "zb-v"]) == 2
-    assert "expected placement (0, 0), found (0, 1). The cost table says so in its field placement: [0, 0]" in (
+    assert "expected placement (0, 0), found (0, 1). Set the field placement of the cost table to [0, 0]" in (
         capsys.readouterr().err
     )
     assert main(["plan", "--costs", costs, "--microbatches", "2", "--schedule", "interleaved-1f1b"]) == 2

@@ -120,9 +120,9 @@ def compile(
                      limit allows it; Ws of searched schedules move for it. None: on CUDA devices
     optimizer_slots  tensors of a parameter's size that the optimizer keeps for each parameter, which count as held:
                      2 for Adam, 1 for momentum. None: 2 under mem_limit="auto", else 0
-    check            run `zbfx.check` on two random microbatches, and refuse a pipeline that computes other results than
-                     the model, such as one whose graph holds a Python value that changes from call to call: True,
-                     False, or "auto": where it takes about a second at most, and all tensors have data
+    check            run `zbfx.check` on two random microbatches, and refuse a pipeline that fails, or computes other
+                     results than the model, such as one whose graph holds a Python value that changes from call to
+                     call: True, False, or "auto": where it takes about a second at most, and all tensors have data
 
     Raises `TraceError` where the model cannot be traced, naming the user's line; `InvalidSchedule` for an order that
     breaks a rule; `NoFeasibleSchedule` under a `mem_limit` that is too small; `ZbfxError`, their base, for the rest.

@@ -96,7 +96,7 @@ def test_wrong_placements_are_refused() -> None:
     for name in ("zb-v", "v-half", "v-min"):
         with pytest.raises(ZbfxError, match=r"in a V: expected placement \(0, 1, 1, 0\)") as caught:
             plan(linear, 4, schedule=name)
-        assert "The cost table says so in its field placement: [0, 1, 1, 0]" in str(caught.value)
+        assert "Set the field placement of the cost table to [0, 1, 1, 0]" in str(caught.value)
         with pytest.raises(ZbfxError, match="an even number of stages, found 3"):
             plan(CostTable.chain(UNEQUAL[:3], 0), 4, schedule=name)
     with pytest.raises(ZbfxError, match=r"two or more: found placement \(0, 1, 2, 3\)") as caught:

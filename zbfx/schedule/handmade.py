@@ -30,8 +30,8 @@ def require_linear(name: str, costs: CostTable) -> None:
 
 
 def place(expected: Sequence[int]) -> str:
-    """What to do about a cost table with another placement."""
-    return f"The cost table says so in its field placement: {list(expected)}"
+    """The way out for a cost table with another placement."""
+    return f"Set the field placement of the cost table to {list(expected)}"
 
 
 def one_f_one_b(costs: CostTable, microbatches: int) -> Ranks:

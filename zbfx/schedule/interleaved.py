@@ -22,7 +22,7 @@ def interleaved_1f1b(costs: CostTable, microbatches: int) -> Ranks:
     if count == p or count % p or costs.placement != looped_placement(p, count // p):
         raise ZbfxError(
             f"interleaved-1f1b puts stage i on rank i mod p, the same number of stages on each, two or more: found "
-            f"placement {costs.placement}. The cost table says so in its field placement, for two ranks [0, 1, 0, 1]"
+            f"placement {costs.placement}. Set the field placement of the cost table, for two ranks [0, 1, 0, 1]"
         )
     chunks = count // p
     virtual = [(chunk, first + j) for first in range(0, microbatches, p) for chunk in range(chunks) for j in range(p)]

@@ -33,7 +33,7 @@ def zb_v(costs: CostTable, microbatches: int, extra: int = 0) -> Ranks:
     of F, B, W of the second stage follow, then rounds of F, B, W of either stage in turn until the Fs run out; the Ws
     of the last Bs fill the end.
     """
-    require_v("zb-v", costs)
+    require_v("zb-v-order", costs)
     p = costs.rank_count
     # With fewer microbatches the pattern is cut out of the shortest whole one.
     whole = max(microbatches, 2 * p - 1 + extra)
