@@ -113,11 +113,50 @@ def refusals(results: Results, case: str, kind: str) -> list[str]:
     return [found[case]["text"] for found in results.values()]
 
 
-@pytest.mark.parametrize(("case", "rank"), [("other order", 2), ("other graph", 1)])
-def test_another_plan_is_refused_on_every_rank(four: Results, case: str, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("case", "rank", "parts"),
+    [
+        ("other order", 2, "the schedule, the programs"),
+        ("other graph", 1, "the model or its loss, the stages, the programs"),
+    ],
+)
+def test_another_plan_is_refused_on_every_rank(four: Results, case: str, rank: int, parts: str) -> None:
     messages = refusals(four, case, "ZbfxError")
     assert len(set(messages)) == 1
-    assert f"ranks [{rank}] hold another plan than rank 0" in messages[0]
+    assert f"ranks [{rank}] hold another plan than rank 0; what differs: {parts}. Compile" in messages[0]
+
+
+DISAGREEMENTS = {
+    "other options": "timeout_s is 600.0 on rank 0, 60.0 on rank 1; on_nonfinite is 'keep' on rank 0, 'drop' on rank 1",
+    "unknown option": "on_nonfinite is one of ('keep', 'drop', 'raise'); found 'dorp'",
+    "other arguments": "check is False on rank 0, True on rank 3",
+    "other calls": "rank 0 is at compile (the trace), rank 1 is at bind, rank 2 is at bind, rank 3 is at bind",
+}
+
+
+@pytest.mark.parametrize(("case", "found"), DISAGREEMENTS.items(), ids=DISAGREEMENTS.keys())
+def test_ranks_that_ask_for_different_things_hear_of_it(four: Results, case: str, found: str) -> None:
+    for message in refusals(four, case, "ZbfxError"):
+        assert found in message
+
+
+@pytest.mark.parametrize("case", ["other batch", "other evaluation"])
+def test_ranks_with_different_batches_hear_of_it(four: Results, case: str) -> None:
+    for message in refusals(four, case, "InputError"):
+        assert "rank 2 was given other values of inputs[0] than rank 0" in message
+    after = [found["after other batch"] for found in four.values()]
+    assert after == [[four[0]["bound again"]] * 2] * 4
+
+
+def test_step_without_its_process_groups_says_so(four: Results) -> None:
+    for message in refusals(four, "group gone", "ZbfxError"):
+        assert "destroy_process_group was called after bind" in message
+
+
+def test_compile_where_another_rank_has_ended_says_so(three: Results) -> None:
+    for message in refusals(three, "compile after", "PipelineFault"):
+        assert "compile (the trace): waiting for another rank, which has ended or raised an error before" in message
+        assert "or made other calls (every rank makes the same calls in the same order" in message
 
 
 def test_what_one_rank_refuses_every_rank_refuses(four: Results) -> None:

@@ -84,12 +84,35 @@ def four_ranks(rank: int) -> dict[str, Any]:
     step = compiled(problem, 4, 3).bind()
     results["bad batch"] = refusal(lambda: step(numbers(7, 8), numbers(7, 8)))
     results["after bad batch"] = step(*problem.inputs, *problem.targets).item()
+    results |= disagreements(rank, pipe)
     results |= faults(rank, step, problem)
     step = compiled(mlp(3), 4, 3).bind()
     results["bound again"] = step(*problem.inputs, *problem.targets).item()
     step.close()
     step.close()
     results["closed"] = refusal(lambda: step(*problem.inputs, *problem.targets))
+    step = compiled(mlp(3), 4, 3).bind()
+    dist.destroy_process_group()
+    results["group gone"] = refusal(lambda: step(*problem.inputs, *problem.targets))
+    step.close()
+    return results
+
+
+def disagreements(rank: int, pipe: zbfx.Pipeline) -> dict[str, Any]:
+    """Ranks that ask for different things; a pipeline of which all refuse a batch goes on."""
+    problem = mlp(3)
+    results: dict[str, Any] = {}
+    step = compiled(problem, 4, 3).bind()
+    other = tuple(t.roll(1, 0) if rank == 2 else t for t in problem.inputs)
+    results["other batch"] = refusal(lambda: step(*other, *problem.targets))
+    losses = [step(*problem.inputs, *problem.targets).item()]
+    results["other evaluation"] = refusal(lambda: step.evaluate(*other, *problem.targets))
+    results["after other batch"] = [*losses, step.evaluate(*problem.inputs, *problem.targets).item()]
+    options: dict[str, Any] = {"on_nonfinite": "drop", "timeout_s": 60.0} if rank == 1 else {}
+    results["other options"] = refusal(lambda: pipe.bind(**options))
+    results["unknown option"] = refusal(lambda: pipe.bind(on_nonfinite="dorp"))
+    results["other arguments"] = refusal(lambda: compiled(mlp(3), 4, 3, check=rank == 3))
+    results["other calls"] = refusal(pipe.bind if rank else lambda: compiled(mlp(3), 4, 3))
     return results
 
 
@@ -151,6 +174,7 @@ def three_ranks(rank: int) -> dict[str, Any]:
     results["seeded local"] = pipe.run_local(seed=0)(*dropout.inputs, *dropout.targets).item()
     results["shapes"] = shapes(problem=mlp(3), step=compiled(mlp(3), 3, 3).bind(on_new_shape="symbolic"))
     results["killed"] = killed(rank)
+    results["compile after"] = refusal(lambda: compiled(mlp(3), 3, 3))
     return results
 
 

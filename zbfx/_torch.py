@@ -16,6 +16,7 @@ compile_fx, GmWrapper               2.11.0, 2.13.0   a graph compiled to a funct
 torch.compiler flags                2.11.0, 2.13.0   what `torch.compiler.is_exporting()` answers
 ShapeEnv, ConstantSource            2.11.0, 2.13.0   sizes that are symbols, and what holds of them
 UntypedStorage._cdata               2.11.0, 2.13.0   the address of a storage, fake ones included
+Module._parameters, ...             2.11.0, 2.13.0   the dicts of a module's parts and hooks
 """
 
 from __future__ import annotations
@@ -78,9 +79,11 @@ __all__ = [
     "functional",
     "group_store",
     "has_gradient_hooks",
+    "hook_tables",
     "is_limit_of_fakes",
     "join_shards",
     "local_description",
+    "part_tables",
     "pytree",
     "same_storage",
     "shape_env",
@@ -168,6 +171,17 @@ def capture_joint(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphModule
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Whether hooks wait for this parameter's gradient (`register_hook`, `register_post_accumulate_grad_hook`)."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def part_tables(module: nn.Module) -> list[dict[Any, Any]]:
+    """The dicts in which a module keeps its parameters, buffers and submodules."""
+    return [vars(module)[name] for name in ("_parameters", "_buffers", "_modules")]
+
+
+def hook_tables(module: nn.Module) -> list[dict[Any, Any]]:
+    """The dicts in which a module keeps the hooks on its forward and backward."""
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return [vars(module)[name] for name in names]
 
 
 def sum_shards(shard: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbfx.errors import ZbfxError
@@ -179,25 +178,6 @@ def kind_of(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}: call it to make an instance"
     return f"{type(value).__name__} {value!r}"[:80]
-
-
-def on_all_ranks(work: Callable[[], Any]) -> Any:
-    """Do `work` on every rank of an initialised torch.distributed; what one rank refuses, every rank refuses."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return work()
-    result, refusal = None, None
-    try:
-        result = work()
-    except ZbfxError as error:
-        refusal = error
-    texts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, None if refusal is None else str(refusal))
-    if refusal is not None:
-        raise refusal
-    for rank, text in enumerate(texts):
-        if text is not None:
-            raise ZbfxError(f"rank {rank}: {text}")
-    return result
 
 
 def checked_overlap(overlap: bool | None, device: torch.device) -> bool:

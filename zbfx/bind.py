@@ -10,30 +10,55 @@ from torch import Tensor, nn
 
 from zbfx._torch import has_gradient_hooks
 from zbfx.channels import Channels
-from zbfx.errors import ZbfxError, listed
+from zbfx.errors import SAME_CALLS, InputError, ZbfxError, listed
 from zbfx.run import RankRunner
 
 
-def agree(channels: Channels, digest: str, prepare: Callable[[], None]) -> None:
-    """Prepare this rank, and check that all hold one plan. What one rank refuses, every rank refuses."""
+def agree(channels: Channels, digest: Mapping[str, str], prepare: Callable[[], None]) -> None:
+    """Prepare this rank, and check that all hold one plan: `digest` has a hash of each part of it, by name. What one
+    rank refuses, every rank refuses."""
     refusal = None
     try:
         prepare()
     except ZbfxError as error:
         refusal = str(error)
-    answers: list[Any] = channels.gather((digest, refusal))
+    answers: list[Any] = channels.gather((dict(digest), refusal))
     names = channels.place.names()
     for name, (_, text) in zip(names, answers, strict=True):
         if text is not None:
             raise ZbfxError(f"{name}: {text}")
-    different = [index for index, (other, _) in enumerate(answers) if other != answers[0][0]]
+    first = answers[0][0]
+    different = [index for index, (other, _) in enumerate(answers) if other != first]
     if different:
         who = f"ranks {different}" if len(channels.place.replicas) == 1 else "; ".join(names[k] for k in different)
+        parts = [part for part, own in first.items() if any(answers[k][0].get(part) != own for k in different)]
         raise ZbfxError(
-            f"{who} hold another plan than {names[0]}. "
+            f"{who} hold another plan than {names[0]}; what differs: {listed(parts, 3)}. "
             f"Compile with the same model, arguments and costs on every rank, and call init_process_group before "
             f"compile: only then do ranks share measured costs and searched plans"
         )
+
+
+def refuse_other_batches(channels: Channels, call: str, own: Mapping[str, int]) -> None:
+    """Check that the ranks of a pipeline make the same call with the same batch: `own` are the hashes of its tensors.
+    Collective over the family, so that all refuse what one pipeline of it does."""
+    place = channels.place
+    everywhere: list[Any] = channels.gather((call, dict(own)))
+    if any(other != call for other, _ in everywhere):
+        calls = listed(f"{name}: {other}" for name, (other, _) in zip(place.names(), everywhere, strict=True))
+        raise InputError(f"ranks made different calls, but {SAME_CALLS}; found {calls}")
+    ranks = len(place.processes)
+    for replica in range(len(place.replicas)):
+        first, *others = [hashes for _, hashes in everywhere[replica * ranks : (replica + 1) * ranks]]
+        for rank, found in enumerate(others, 1):
+            different = [name for name in first if name in found and found[name] != first[name]]
+            if different:
+                raise InputError(
+                    f"{place.name_of(replica, rank)} was given other values of {listed(different)} than "
+                    f"{place.name_of(replica, 0)}: each rank reads a part of the batch, so all ranks of a pipeline "
+                    f"take the same one, in all bits. Shuffle with the same seed on each (no DistributedSampler over "
+                    f"the ranks), or broadcast the batch"
+                )
 
 
 def refuse_other_values(channels: Channels, named: Mapping[str, Tensor]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from zbfx._torch import group_store, join_shards, sum_shards
 from zbfx.errors import PipelineFault
 from zbfx.place import Place
+from zbfx.together import waiting
 
 NCCL_BLOCKS = 2  # thread blocks per communicator: enough to hide a message behind an action
 NCCL_REDUCTION_BLOCKS = 8  # of a communicator that reduces gradients beside the last Ws
@@ -151,23 +152,31 @@ class Channels:
 
     def gather(self, value: object) -> list[Any]:
         """The picklable value of every rank of every replica, in order, on every one."""
-        values: list[Any] = [None] * dist.get_world_size(self.family)
-        dist.all_gather_object(values, value, group=self.family)
-        return values
+        return self.gathered(value, self.family)
 
     def gather_ranks(self, value: object) -> list[Any]:
         """The same over the ranks of this pipeline alone."""
-        values: list[Any] = [None] * len(self.place.processes)
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return self.gathered(value, self.group)
 
     def gather_peers(self, value: object) -> list[Any]:
         """The picklable value of this rank in every replica; goes round the device."""
-        if self.control is None:
-            return [value]
-        values: list[Any] = [None] * len(self.place.peers)
-        dist.all_gather_object(values, value, group=self.control)
+        return [value] if self.control is None else self.gathered(value, self.control)
+
+    def gathered(self, value: object, group: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size(group)
+        with waiting(self.name, "the other ranks or replicas, one of which"):
+            dist.all_gather_object(values, value, group=group)
         return values
+
+    def are_open(self) -> bool:
+        """Whether torch.distributed still knows these groups."""
+        if self.family is None or not dist.is_initialized():
+            return False
+        try:
+            dist.get_backend(self.family)
+        except ValueError:
+            return False
+        return True
 
     def refused_by_all(self, step: int) -> bool:
         """Called by a rank that refuses its batch: whether all ranks do, within a few seconds."""
@@ -192,7 +201,7 @@ class Channels:
 
     def close(self) -> None:
         """Close all connections."""
-        groups = [*self.pairs.values(), self.group, self.peers, self.control, self.family]
+        groups = [*self.pairs.values(), self.group, self.peers, self.control, self.family] if self.are_open() else []
         for group in dict.fromkeys(group for group in groups if group is not None):
             dist.destroy_process_group(group)
         self.pairs.clear()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbfx.errors import PipelineFault
+from zbfx.together import waiting
 
 if TYPE_CHECKING:
     from zbfx.batch import TensorSpec
@@ -304,18 +304,14 @@ class GroupTransport:
         received later."""
         for key, (works, values) in list(self.posted.items()):
             for work in works:
-                self.wait(work, f"message {key} from rank {self.messages[key].source}")
+                self.wait(work, f"message {key} from rank {self.messages[key].source}, which")
             self.posted[key] = ([], values)
         self.finish()
         return set(self.posted)
 
     def wait(self, work: dist.Work, what: str) -> None:
-        try:
+        with waiting(self.name, what):
             work.wait()
-        except RuntimeError as error:
-            raise PipelineFault(
-                f"{self.name}: waiting for {what} is lost, or slower than the timeout: {error}"
-            ) from error
 
     def drop(self) -> None:
         """Forget what is on its way, after a failure."""

@@ -9,6 +9,9 @@ class ZbfxError(ValueError):
     """A mistake in what the user handed over: says what was expected, what was found, where, and what to do."""
 
 
+SAME_CALLS = "every rank makes the same calls in the same order, compile and evaluate among them"
+
+
 def first_line(error: BaseException, limit: int = 300) -> str:
     """What an error says, as far as a message can quote it: torch lists all its kernels in some."""
     text = str(error).strip().partition("\n")[0]

@@ -19,7 +19,6 @@ from typing import Any
 from zbfx.codegen import Program, generate
 from zbfx.errors import NoFeasibleSchedule, ZbfxError
 from zbfx.graphs import Stage
-from zbfx.measure import from_first_rank
 from zbfx.memory import RankMemory, Static, timed
 from zbfx.passes.recompute import Level
 from zbfx.plan import Action, CostTable, Kind, Schedule
@@ -28,6 +27,7 @@ from zbfx.schedule.beside import run_beside
 from zbfx.schedule.certificate import Certificate
 from zbfx.schedule.limits import limit_per_rank, one_x, static_bytes
 from zbfx.schedule.registry import is_searched
+from zbfx.together import from_rank
 
 CAPS = (1, 1.5, 2, 2.5, 3, 4, 6, inf)  # what a rank may hold in a pipeline of 4 ranks, in M_B
 CANDIDATE_S = 0.5  # for planning under one cap
@@ -134,17 +134,16 @@ class Fitting:
         self, costs: CostTable, limits: Sequence[float] | None, budget_s: float = 5.0, rounds: int | None = None
     ) -> Schedule:
         """The order for these costs; rank 0's on every rank."""
-        found: Schedule = from_first_rank(
-            plan(
-                costs,
-                self.request.microbatches,
-                schedule=self.request.schedule,
-                mem_limit=limits,
-                budget_s=budget_s,
-                rounds=rounds,
-            )
+        found = plan(
+            costs,
+            self.request.microbatches,
+            schedule=self.request.schedule,
+            mem_limit=limits,
+            budget_s=budget_s,
+            rounds=rounds,
         )
-        return found
+        shared: Schedule = from_rank(0, "compile (the plan)", found)
+        return shared
 
     def beats(self, bound_s: float) -> bool:
         """Whether the best plan is as fast as anything with this lower bound."""

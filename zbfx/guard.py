@@ -1,36 +1,88 @@
-"""What a trace takes from the model's flags, checked before each step: a graph holds one mode."""
+"""What may not change between steps: what the trace took from the model (modes, layers, hooks, Python values), and the
+tensors that the pipeline was bound to. A graph holds one of each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from zbfx.errors import InputError
+from zbfx._torch import hook_tables, part_tables
+from zbfx.bind import refuse_gradient_hooks
+from zbfx.errors import InputError, listed
+from zbfx.trace import LOSS_PREFIX, canonical_names, named_tensors, plain_tensors
+
+NUMBERS = (bool, int, float, complex, str, torch.dtype)
+PLAIN = (*NUMBERS, FunctionType, BuiltinFunctionType)
+MISSING = "nothing"
 
 
 @dataclass(frozen=True)
 class Guard:
-    """Each module's training flag and each parameter's `requires_grad` when the model was traced."""
+    """Of the model when it was traced, by name: each module's training flag, the module itself, its hooks and its plain
+    Python attributes, and each parameter's `requires_grad`."""
 
     training: Mapping[str, bool]
     trainable: Mapping[str, bool]
+    modules: Mapping[str, nn.Module]
+    hooks: Mapping[str, tuple[object, ...]]
+    values: Mapping[str, object]
 
     @classmethod
     def of(cls, model: nn.Module, loss_fn: Any) -> Guard:
+        modules = named_modules(model, loss_fn)
         parts = named_parts(model, loss_fn)
         return cls(
-            {name + inner: module.training for name, part in parts for inner, module in part.named_modules()},
-            {name + inner: p.requires_grad for name, part in parts for inner, p in part.named_parameters()},
+            {name: module.training for name, module in modules.items()},
+            {
+                name + inner: p.requires_grad
+                for name, part in parts
+                for inner, p in part.named_parameters(remove_duplicate=False)
+            },
+            modules,
+            {name: hooks_of(module) for name, module in modules.items()},
+            {
+                f"{name}.{attribute}".removeprefix("."): getattr(module, attribute)
+                for name, module in modules.items()
+                for attribute in plain_attributes(module)
+            },
         )
 
-    def check(self, model: nn.Module, loss_fn: Any) -> None:
-        """Raises `InputError` if a flag has changed since."""
+    def check(self, model: nn.Module, loss_fn: Any, *, evaluation: bool = False) -> None:
+        """Raises `InputError` if any of it has changed since. To evaluate, the model may be in any mode."""
         now = Guard.of(model, loss_fn)
-        if now == self:
-            return
+        if not evaluation:
+            self.check_flags(now)
+        for name, module in self.modules.items():
+            found = now.modules.get(name, module)
+            if found is not module:
+                raise InputError(
+                    f"{name or 'the model'} was replaced since the model was traced: found another "
+                    f"{type(found).__name__} than the {type(module).__name__} that is part of the graph. Compile again"
+                )
+        changed = sorted(set(self.modules) ^ set(now.modules) or set(self.trainable) ^ set(now.trainable))
+        if changed:
+            raise InputError(
+                f"modules or parameters came or went since the model was traced: {changed[:5]}. Compile again"
+            )
+        for name, hooks in self.hooks.items():
+            if not same_objects(hooks, now.hooks[name]):
+                raise InputError(
+                    f"the hooks of {name or 'the model'} changed since it was traced: those of then, {len(hooks)}, "
+                    f"are part of the graph, and none else runs; found {len(now.hooks[name])}. Register hooks before "
+                    f"compile, or compile again"
+                )
+        if not evaluation or self.training == now.training:  # a mode may bring values of its own
+            self.check_values(now)
+
+    def check_flags(self, now: Guard) -> None:
         for name, before in self.training.items():
             if now.training.get(name, before) is not before:
                 raise InputError(
@@ -44,12 +96,106 @@ class Guard:
                     f"{name} had requires_grad={before} when the model was traced, which is part of the graph; found "
                     f"{not before}. Switch back, or compile again"
                 )
-        changed = sorted(set(self.training) ^ set(now.training) or set(self.trainable) ^ set(now.trainable))
-        raise InputError(f"modules or parameters came or went since the model was traced: {changed[:5]}. Compile again")
+
+    def check_values(self, now: Guard) -> None:
+        for name, before in self.values.items():
+            after = now.values.get(name, MISSING)
+            if after is not before and (type(after) is not type(before) or after != before):
+                raise InputError(
+                    f"{name} was {before!r} when the model was traced, and is a constant of the graph; found "
+                    f"{after!r}. "
+                    f"Make a value that changes a buffer (register_buffer) and fill it in place, or pass it as an "
+                    f"input tensor; or compile again"
+                )
+
+
+class Watch:
+    """Compares the model with what was traced and bound, before each step.
+
+    That is quick where every object is the one that was seen last; any that is not is looked at by name.
+    """
+
+    def __init__(self, guard: Guard, model: nn.Module, loss_fn: Any, trained: Mapping[str, nn.Parameter]) -> None:
+        """The tensors are those of the model now; `trained` are the parameters whose gradients arise here."""
+        self.guard, self.model, self.loss_fn, self.trained = guard, model, loss_fn, trained
+        self.tensors = named_tensors(model, loss_fn)
+        self.canonical = canonical_names(model, loss_fn)
+        self.seen: dict[bool, list[object]] = {}
+        self.handles: int | None = None
+        modules = list(dict.fromkeys(guard.modules.values()))
+        self.tables = [table for module in modules for table in (*part_tables(module), *hook_tables(module))]
+        attributes = [(module, name) for module in modules for name in ("training", *plain_attributes(module))]
+        attributes += [
+            (module, name) for _, part in named_parts(model, loss_fn) for module, name, _, _ in plain_tensors(part)
+        ]
+        self.owners = [module for module, _ in attributes]
+        self.attributes = [name for _, name in attributes]
+        self.parameters = [tensor for tensor in self.tensors.values() if isinstance(tensor, nn.Parameter)]
+
+    def state(self) -> list[object]:
+        """The objects that the model is made of; kept alive, so that none can pass for another."""
+        return [
+            *chain.from_iterable(table.values() for table in self.tables if table),
+            *map(getattr, self.owners, self.attributes, repeat(MISSING)),
+            *map(attrgetter("requires_grad"), self.parameters),
+        ]
+
+    def check(self, used: Callable[[], Collection[str]], *, evaluation: bool) -> None:
+        """Raises `InputError` if anything has changed that a step of the pipeline would not see. `used` gives the names
+        of the parameters and buffers that this process reads."""
+        if not evaluation and RemovableHandle.next_id != self.handles:  # torch counts the hooks that it registers
+            refuse_gradient_hooks(self.trained)
+            self.handles = RemovableHandle.next_id
+        now = self.state()
+        if same_objects(self.seen.get(evaluation, ()), now):
+            return
+        self.guard.check(self.model, self.loss_fn, evaluation=evaluation)
+        self.check_tensors(used())
+        self.seen[evaluation] = now
+
+    def check_tensors(self, used: Collection[str]) -> None:
+        now = named_tensors(self.model, self.loss_fn)
+        changed = [
+            name
+            for name, tensor in self.tensors.items()
+            if now.get(name) is not tensor and self.canonical[name] in used
+        ]
+        if changed:
+            raise InputError(
+                f"found other tensors in the place of those that the pipeline was bound to, which it would go on with: "
+                f"{listed(changed)}. Change tensors in place (load_state_dict without assign=True; parameter.copy_() "
+                f"under torch.no_grad(); buffer.fill_()), or bind the pipeline again"
+            )
 
 
 def named_parts(model: nn.Module, loss_fn: Any) -> list[tuple[str, nn.Module]]:
-    return [("", model), *([("loss_fn.", loss_fn)] if isinstance(loss_fn, nn.Module) else [])]
+    return [("", model), *([(LOSS_PREFIX, loss_fn)] if isinstance(loss_fn, nn.Module) else [])]
+
+
+def named_modules(model: nn.Module, loss_fn: Any) -> dict[str, nn.Module]:
+    """Every module under each of its names."""
+    return {
+        (prefix + inner).removesuffix("." if prefix else ""): module
+        for prefix, part in named_parts(model, loss_fn)
+        for inner, module in part.named_modules(remove_duplicate=False)
+    }
+
+
+def plain_attributes(module: nn.Module) -> Iterator[str]:
+    """The attributes that are numbers, texts or functions, and the numbers and texts of the module's class."""
+    classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
+    own = vars(module)
+    yield from (name for name, value in own.items() if isinstance(value, PLAIN) and name != "training")
+    inherited = {name: value for owner in reversed(classes) for name, value in vars(owner).items() if name not in own}
+    yield from (name for name, value in inherited.items() if isinstance(value, NUMBERS) and not name.startswith("__"))
+
+
+def hooks_of(module: nn.Module) -> tuple[object, ...]:
+    return tuple(chain.from_iterable(table.values() for table in hook_tables(module)))
+
+
+def same_objects(before: Collection[object], after: Collection[object]) -> bool:
+    return len(before) == len(after) and all(map(is_, before, after))
 
 
 def mode(training: bool) -> str:

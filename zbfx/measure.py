@@ -26,8 +26,10 @@ from zbfx.lifetimes import CUDA_GRANULE, call_effect, lifetimes, transient_bytes
 from zbfx.passes.nodes import is_view
 from zbfx.plan import CostTable, Edge, Kind, StageCost
 from zbfx.rng import undisturbed
+from zbfx.together import exchange, from_rank, waiting
 
 BESIDE = "W beside B"
+MESSAGES = "compile (seconds of messages)"
 LINK_BYTES = 2**24  # of the large sum that a link is timed with
 
 
@@ -97,7 +99,8 @@ def node_seconds(joint: Joint, hardware: Hardware, device: torch.device) -> dict
                 if key not in known:
                     known[key] = one_node_s(node, hardware, device)
                 seconds[node.name] = known[key]
-    return from_first_rank(seconds)
+    shared: dict[str, float] = from_rank(0, "compile (seconds of nodes)", seconds)
+    return shared
 
 
 def signature(node: fx.Node) -> str:
@@ -121,14 +124,6 @@ def one_node_s(node: fx.Node, hardware: Hardware, device: torch.device) -> float
         return node_s(node, hardware)
 
 
-def from_first_rank(value: Any) -> Any:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
 def measured_costs(
     stages: tuple[Stage, ...], placement: Sequence[int], hardware: Hardware, conditions: Conditions
 ) -> tuple[tuple[Stage, ...], CostTable]:
@@ -142,9 +137,8 @@ def measured_costs(
     found = {s.index: measured_stage(s, table.stages[s.index], conditions) for s in own}
     edges = table.edges
     if distributed:
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, found)
-        found = {index: measured for part in gathered[:ranks] for index, measured in part.items()}
+        everywhere = exchange("compile (costs of stages)", found)
+        found = {index: measured for part in everywhere[:ranks] for index, measured in part.items()}
         edges = tuple(measured_edge(edge, stages, placement, conditions.device) for edge in edges)
     known = tuple(with_hidden_bytes(s, found[s.index].hidden_bytes) for s in stages)
     costs = tuple(replace(found[s.index].cost, transient_bytes=transient_bytes(s)) for s in known)
@@ -228,12 +222,13 @@ def measured_edge(edge: Edge, stages: Sequence[Stage], placement: Sequence[int],
         if estimated_s is None:
             return None
         sender, receiver = placement[source], placement[target]
-        size = message_bytes(stages, source, target)
-        return transfer_s(sender, receiver, torch.empty(size, dtype=torch.uint8, device=device))
+        payload = torch.empty(message_bytes(stages, source, target), dtype=torch.uint8, device=device)
+        with waiting(f"rank {dist.get_rank()}, {MESSAGES}", f"rank {sender} or {receiver}, which"):
+            return transfer_s(sender, receiver, payload)
 
     forward_s = one_way_s(edge.source, edge.target, edge.forward_s)
     backward_s = one_way_s(edge.target, edge.source, edge.backward_s)
-    found = from_rank(high, (forward_s, backward_s))
+    found = from_rank(high, MESSAGES, (forward_s, backward_s))
     return replace(edge, forward_s=found[0], backward_s=found[1])
 
 
@@ -285,9 +280,3 @@ def transfer_s(sender: int, receiver: int, payload: Tensor) -> float:
             torch.cuda.synchronize()
         seconds.append((time.perf_counter() - start) / 2)
     return median(seconds[2:])
-
-
-def from_rank(rank: int, value: Any) -> Any:
-    box = [value]
-    dist.broadcast_object_list(box, src=rank)
-    return box[0]

@@ -10,10 +10,8 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zbfx import streams
 from zbfx.batch import Signature
@@ -23,6 +21,7 @@ from zbfx.graphs import Joint, Phase, Role
 from zbfx.lifetimes import CUDA_GRANULE, Lifetimes, lifetimes, rounded
 from zbfx.passes.nodes import value_bytes
 from zbfx.plan import Action, Kind, Schedule, parts
+from zbfx.together import exchange
 from zbfx.walk import Moment, Walk, called, live_at, strides_of
 
 ADAM_SLOTS = 2.0
@@ -134,10 +133,8 @@ def free_bytes(device: torch.device, ranks: int) -> list[float]:
         pages = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
         assert pages is not None, "Linux says how much memory is available"
         own = float(pages[1]) * 1024 / ranks
-    found: list[Any] = [own] * ranks
-    if dist.is_initialized() and dist.get_world_size() == ranks:
-        dist.all_gather_object(found, own)
-    return found
+    found = exchange("compile (free memory)", own)
+    return found if len(found) == ranks else [own] * ranks
 
 
 def workspace_bytes(device: torch.device) -> int:

@@ -25,7 +25,6 @@ from zbfx.arguments import (
     device_of,
     finite_number,
     levels_of,
-    on_all_ranks,
     placements_of,
     whole_number,
 )
@@ -53,7 +52,7 @@ from zbfx.passes.partition import partition
 from zbfx.passes.recompute import Level
 from zbfx.passes.recompute import recompute as repeat
 from zbfx.passes.split import split, unsplit_notes
-from zbfx.place import find_place
+from zbfx.place import Place, find_place
 from zbfx.plan import CostTable, Schedule
 from zbfx.rank_step import RankStep
 from zbfx.reductions import RankReductions
@@ -62,6 +61,7 @@ from zbfx.run import Tensors
 from zbfx.selfcheck import checked_choice, checked_pipeline
 from zbfx.step import LocalStep, StepOptions
 from zbfx.tensor_parallel import local_parts, refuse_measuring
+from zbfx.together import on_all_ranks, waiting
 from zbfx.trace import canonical_names, named_tensors, trace
 
 
@@ -143,7 +143,23 @@ def compile(
     local = local_parts(named_tensors(model, loss_fn))
     refuse_measuring(local, costs)
 
-    raw, signature = on_all_ranks(partial(trace, model, loss_fn, inputs, kwargs, targets, device=device))
+    asked = {
+        "stages": stages,
+        "microbatches": microbatches,
+        "loss_reduction": loss_reduction,
+        "schedule": schedule if isinstance(schedule, str) else type(schedule).__name__,
+        "mem_limit": mem_limit,
+        "costs": costs if isinstance(costs, str) else type(costs).__name__,
+        "cuts": cuts,
+        "stages_per_rank": stages_per_rank,
+        "backend": backend,
+        "overlap": overlaps,
+        "recompute": recompute,
+        "optimizer_slots": optimizer_slots,
+        "check": check,
+    }
+    traced = partial(trace, model, loss_fn, inputs, kwargs, targets, device=device)
+    raw, signature = on_all_ranks("compile (the trace)", traced, asked)
     examples = tuple(signature.flatten((*inputs, *targets), kwargs))
     raw = separate_count(raw)
     reduction = Reduction.of(raw, loss_reduction, microbatches)
@@ -312,20 +328,34 @@ class Pipeline:
         Raises `ZbfxError` if torch.distributed is not initialised, has another number of ranks, or if plans or the
         values of replicas differ.
         """
-        finite_number("timeout_s", timeout_s, "how many seconds to wait for another rank", above_zero=True)
-        place = find_place(len(self.programs), rank_or_mesh)
-        options = StepOptions(torch.initial_seed() if seed is None else seed, on_nonfinite, on_new_shape)
-        channels = Channels(place, self.device, timedelta(seconds=timeout_s))
+
+        def prepared() -> tuple[Place, StepOptions]:
+            finite_number("timeout_s", timeout_s, "how many seconds to wait for another rank", above_zero=True)
+            place = find_place(len(self.programs), rank_or_mesh)
+            replicas = len(place.replicas)
+            if self.reductions and replicas == 1:
+                raise ZbfxError(
+                    "this pipeline sums gradients over replicas; found one replica. Bind it to a mesh with more"
+                )
+            if zero not in (0, 1) or (zero and replicas == 1):
+                raise ZbfxError(f"zero is 0, or 1 with several replicas; found {zero!r} with {replicas}")
+            return place, StepOptions(torch.initial_seed() if seed is None else seed, on_nonfinite, on_new_shape)
+
+        asked = {
+            "mesh": isinstance(rank_or_mesh, DeviceMesh),
+            "timeout_s": timeout_s,
+            "on_nonfinite": on_nonfinite,
+            "on_new_shape": on_new_shape,
+            "zero": zero,
+        }
+        place, options = on_all_ranks("bind", prepared, asked)
         replicas = len(place.replicas)
-        if self.reductions and replicas == 1:
-            raise ZbfxError(
-                "this pipeline sums gradients over replicas; found one replica. Bind it to a mesh with more"
-            )
-        if zero not in (0, 1) or (zero and replicas == 1):
-            raise ZbfxError(f"zero is 0, or 1 with several replicas; found {zero!r} with {replicas}")
+        with waiting(place.name, "the other ranks in bind, one of which"):
+            channels = Channels(place, self.device, timedelta(seconds=timeout_s))
         link = measure.measured_link(channels) if self.setting.measured and replicas > 1 else None
         pipe = replicated(self, replicas, link)
-        return (sharded(pipe) if zero else pipe).bind_to(channels, options)
+        with waiting(place.name, "the other ranks in bind, one of which"):
+            return (sharded(pipe) if zero else pipe).bind_to(channels, options)
 
     def bind_to(self, channels: Channels, options: StepOptions) -> RankStep:
         """`bind`, once it is known where this process stands. Collective over all processes."""
@@ -357,12 +387,35 @@ class Pipeline:
     def __reduce__(self) -> str:
         raise ZbfxError("a pipeline holds graphs with fake tensors and cannot be pickled; call zbfx.compile again")
 
-    def digest(self) -> str:
-        """A hash of every rank's program and of every phase: equal where the plans are."""
-        texts = [program.code for program in self.programs]
-        texts += [phase.module.code for stage in self.stages for phase in stage.phases.values()]
-        texts += [str(message) for program in self.programs for message in program.messages.values()]
-        texts += [str(self.signature.tensors), str(self.reduction.microbatches), self.reduction.name]
-        anywhere = re.sub(r"index=\d+", "index", "".join(texts))  # each rank has its own device
-        anywhere = re.sub(r"(_c10d_functional\.[^\n]*), '\d+'\)", r"\1)", anywhere)  # and groups to shard over
-        return hashlib.sha256(anywhere.encode()).hexdigest()
+    def digest(self) -> dict[str, str]:
+        """Hashes of the parts of a plan, by name: all equal where the plans are. What the programs are made from comes
+        first, to tell where a difference begins."""
+        phases = [phase.module.code for stage in self.stages for phase in stage.phases.values()]
+        programs = [program.code for program in self.programs]
+        programs += [str(message) for program in self.programs for message in program.messages.values()]
+        return {
+            "the model or its loss": hashed(described(self.joint)),
+            "the shapes or dtypes of the example microbatch": hashed([str(self.signature.tensors)]),
+            "microbatches": hashed([str(self.reduction.microbatches)]),
+            "loss_reduction": hashed([self.reduction.name]),
+            "the stages": hashed(phases),
+            "their placement": hashed([str(self.schedule.costs.placement)]),
+            "the schedule": hashed([str(self.schedule.ranks)]),
+            "the programs": hashed(programs),
+        }
+
+
+def described(joint: Joint) -> list[str]:
+    """The nodes of a graph, and the shapes and dtypes of its inputs."""
+    lines = [f"{node.name} = {node.target} {node.args} {node.kwargs}\n" for node in joint.graph.nodes]
+    for node in joint.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        lines += [f"{node.name}: {tuple(value.shape)} {value.dtype}\n"] if isinstance(value, Tensor) else []
+    return lines + [str(port) for port in (*joint.inputs, *joint.outputs)]
+
+
+def hashed(texts: Sequence[str]) -> str:
+    """A hash of what graphs say, apart from what each rank has of its own."""
+    anywhere = re.sub(r"index=\d+", "index", "".join(texts))  # its device
+    anywhere = re.sub(r"(_c10d_functional\.[^\n]*), '\d+'\)", r"\1)", anywhere)  # and groups to shard over
+    return hashlib.sha256(anywhere.encode()).hexdigest()

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from zbfx.batch import fingerprints
+from zbfx.bind import refuse_other_batches
 from zbfx.channels import Channels
 from zbfx.codegen import Program
 from zbfx.comm import GroupTransport, Transport
@@ -15,16 +17,15 @@ from zbfx.engine import Engine, message_pairs, rank_engine
 from zbfx.errors import InputError, PipelineFault, ZbfxError
 from zbfx.plan import Schedule
 from zbfx.run import Tensors
-from zbfx.step import Batch, Step, StepOptions
+from zbfx.step import CLOSED, Batch, Step, StepOptions
 from zbfx.timeline import Profile, Recorder
+from zbfx.variants import FORWARD
 from zbfx.verdict import problems
 
 if TYPE_CHECKING:
     from zbfx.pipeline import Pipeline
 
 T = TypeVar("T")
-
-CLOSED = "this step was closed"
 
 
 class RankStep(Step):
@@ -36,8 +37,8 @@ class RankStep(Step):
     def __init__(self, engine: Engine, options: StepOptions, channels: Channels, tensors: Tensors) -> None:
         super().__init__(engine, options)
         self.channels, self.tensors = channels, tensors
-        self.fault: str | None = None
         self.refusals = 0
+        self.compared: set[str] = set()  # the kinds of calls whose first batch was the same on all ranks
 
     def close(self) -> None:
         """End the step: let go of its captured graphs, and close its connections.
@@ -45,29 +46,52 @@ class RankStep(Step):
         All ranks call this before `torch.distributed.destroy_process_group`, which may wait for ever for a communicator
         that a graph still holds.
         """
-        if self.fault is None:
-            if self.optimizer is not None:
-                self.optimizer.settle()
-            if self.engine.pipe.device.type == "cuda":
-                torch.cuda.synchronize(self.engine.pipe.device)
-            for engine in (self.engine, *self.others.values()):
-                engine.captured = None
-            self.channels.close()
+        if self.fault is None and not self.channels.are_open():
             self.fault = CLOSED
+        super().close()
+
+    def let_go(self) -> None:
+        if self.engine.pipe.device.type == "cuda":
+            torch.cuda.synchronize(self.engine.pipe.device)
+        for engine in (self.engine, *self.others.values()):
+            engine.captured = None
+        self.channels.close()
+
+    def refuse_ended(self) -> None:
+        super().refuse_ended()
+        if not self.channels.are_open():
+            raise ZbfxError(
+                "the process groups of this step are gone: destroy_process_group was called after bind. Call "
+                "step.close() before it; to go on, call init_process_group and bind the pipeline again"
+            )
 
     def admit(self, take: Callable[[], Batch]) -> Batch:
         """Before the first send: what one replica refuses, all refuse, and all have batches of the same shapes."""
+        self.refuse_ended()
         try:
-            if self.channels.control is None or self.fault is not None:
-                return take()
-            return self.admit_together(take)
+            batch = take() if self.channels.control is None else self.admit_together(take)
+            self.compare_first(batch)
+            return batch
         except InputError as error:
             self.refusals += 1
-            if self.fault is None and not self.channels.refused_by_all(self.refusals):
+            if not self.channels.refused_by_all(self.refusals):
                 # The other ranks took their batches and wait for this one: they must hear of it.
                 self.engine.runners[0].transport.drop()
                 self.fault = self.channels.fail(error)
             raise
+        except PipelineFault as error:
+            self.fault = self.channels.fail(error)
+            raise PipelineFault(self.fault) from error
+
+    def compare_first(self, batch: Batch) -> None:
+        """The first batch is the same in all bits on every rank. Later ones are not compared: that would make the ranks
+        wait for each other, and on a GPU for the device."""
+        engine, rows = batch
+        call = "evaluate" if engine.pipe.schedule.name == FORWARD else "step"
+        if call not in self.compared:
+            names = [spec.name for spec in engine.pipe.signature.tensors]
+            refuse_other_batches(self.channels, call, fingerprints(names, rows))
+            self.compared.add(call)
 
     def admit_together(self, take: Callable[[], Batch]) -> Batch:
         batch, refusal = None, None
@@ -76,12 +100,7 @@ class RankStep(Step):
         except InputError as error:
             refusal = error
         own = None if batch is None else [len(batch[1]), *(tuple(tensor.shape) for tensor in batch[1][0])]
-        try:
-            everywhere = self.channels.gather_peers((own, str(refusal)))
-        except RuntimeError as error:
-            lost = f"{self.channels.name}: waiting for the batches of the replicas, one of which is lost, or slower"
-            self.fault = self.channels.fail(PipelineFault(f"{lost} than the timeout: {error}"))
-            raise PipelineFault(self.fault) from error
+        everywhere = self.channels.gather_peers((own, str(refusal)))
         if refusal is not None:
             raise refusal
         for replica, (shapes, text) in enumerate(everywhere):
@@ -121,12 +140,7 @@ class RankStep(Step):
         return loss
 
     def guarded(self, work: Callable[[], T], engine: Engine | None = None) -> T:
-        if self.fault == CLOSED:
-            raise ZbfxError(f"{CLOSED}; bind the pipeline again to go on")
-        if self.fault is not None:
-            raise PipelineFault(
-                f"this pipeline has failed before and cannot go on; bind it again. It failed with: {self.fault}"
-            )
+        self.refuse_ended()
         try:
             return work()
         except BaseException as error:
@@ -162,6 +176,7 @@ class RankStep(Step):
     def collect(self) -> None:
         """With ZeRO-1: give the model's parameters their values after the optimizer's step, on all ranks together. The
         next step does it by itself."""
+        self.refuse_ended()
         if self.optimizer is not None:
             self.optimizer.settle()
         shards = self.engine.runners[0].shards
@@ -170,6 +185,7 @@ class RankStep(Step):
 
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
         """Run one step (its gradients count) and return the measured timeline of all ranks, on every rank."""
+        self.refuse_ended()
         recorder = self.engine.runners[0].recorder = Recorder(self.engine.pipe.device)
         try:
             self.channels.barrier()

@@ -13,10 +13,10 @@ import numpy
 import torch
 
 from zbfx import rng
-from zbfx.arguments import on_all_ranks
 from zbfx.check import Report, check
 from zbfx.errors import TraceError, ZbfxError, first_line
 from zbfx.passes.nodes import value_bytes
+from zbfx.together import on_all_ranks
 
 if TYPE_CHECKING:
     from zbfx.pipeline import Pipeline
@@ -37,7 +37,7 @@ def checked_pipeline(pipe: Pipeline, choice: bool | str) -> Pipeline:
 
     Where "auto" finds no memory for it, the schedule's notes say so.
     """
-    return pipe if choice is False else on_all_ranks(partial(run, pipe, choice))
+    return pipe if choice is False else on_all_ranks("compile (the check)", partial(run, pipe, choice))
 
 
 def run(pipe: Pipeline, choice: bool | str) -> Pipeline:

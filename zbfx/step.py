@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from zbfx import rng
 from zbfx.arguments import checked_seed, kind_of
-from zbfx.bind import refuse_gradient_hooks
 from zbfx.codegen import Program
 from zbfx.comm import LocalTransport, Mailbox, Transport
 from zbfx.engine import Engine, local_engine
-from zbfx.errors import InputError, ZbfxError
+from zbfx.errors import InputError, PipelineFault, ZbfxError
+from zbfx.guard import Watch
 from zbfx.plan import Schedule
 from zbfx.variants import Variants
 from zbfx.verdict import checked_choice, problems, settle, snapshot
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from zbfx.pipeline import Pipeline
 
 T = TypeVar("T")
+
+CLOSED = "this step was closed"
 
 Batch = tuple[Engine, Sequence[Sequence[Tensor]]]  # what runs a call, and the tensors of its microbatches
 
@@ -64,10 +66,13 @@ class Step(ABC):
         self.engine, self.options = engine, options
         self.others: dict[tuple[object, ...], Engine] = {}  # for other shapes, and for evaluation
         self.variants = Variants(engine.pipe, self.plan, symbolic=options.on_new_shape == "symbolic")
+        pipe, trained = engine.pipe, {name: p for runner in engine.runners for name, p in runner.parameters.items()}
+        self.watch = Watch(pipe.guard, pipe.model, pipe.loss_fn, trained | engine.parameters)
         self.verdict: str | None = None
         self.losses: tuple[Tensor, ...] = ()  # of the last step's microbatches, on the rank that computes them
         self.count = 0
         self.optimizer: PostValidated | None = None
+        self.fault: str | None = None  # why no further step can run
 
     @property
     def microbatches(self) -> int:
@@ -84,7 +89,7 @@ class Step(ABC):
         return self.train(*self.admit(partial(self.batch, args, kwargs)))
 
     def batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
-        self.check_flags()
+        self.check_model()
         engine = self.engine_for(args, kwargs, self.microbatches, evaluation=False)
         return engine, engine.pipe.signature.split(args, kwargs, self.microbatches)
 
@@ -101,14 +106,18 @@ class Step(ABC):
                 raise InputError(f"run_split takes {PAIRS}; found {kind_of(pair)} for microbatch {index}")
         if len(batches) != self.microbatches:
             raise InputError(f"expected {self.microbatches} microbatches, found {len(batches)}")
-        self.check_flags()
+        self.check_model()
         signature = self.engine.pipe.signature
         return self.engine, [signature.split(args, kwargs, 1)[0] for args, kwargs in batches]
 
-    def check_flags(self) -> None:
-        pipe = self.engine.pipe
-        pipe.guard.check(pipe.model, pipe.loss_fn)
-        refuse_gradient_hooks(self.engine.parameters)
+    def check_model(self, *, evaluation: bool = False) -> None:
+        """Raises `InputError` if the model has changed in what its graph or its tensors do not follow."""
+        self.watch.check(self.tensor_names, evaluation=evaluation)
+
+    def tensor_names(self) -> set[str]:
+        """The parameters and buffers that this process reads."""
+        engines = (self.engine, *self.others.values())
+        return {name for engine in engines for runner in engine.runners for name in runner.tensor_names}
 
     def train(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         """The graphs hold their gradients and casts: neither autograd nor an autocast around the step adds any."""
@@ -126,6 +135,7 @@ class Step(ABC):
     def evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of a batch in eval mode: no gradients, no activations kept. The batch has any whole number of
         microbatches."""
+        self.refuse_ended()
         if self.optimizer is not None:
             self.optimizer.settle()
         engine, rows = self.admit(partial(self.evaluation_batch, args, kwargs))
@@ -133,13 +143,36 @@ class Step(ABC):
             return self.run(engine, rows)
 
     def evaluation_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
+        self.check_model(evaluation=True)
         count = self.engine.pipe.signature.microbatches_in(args, kwargs)
         engine = self.engine_for(args, kwargs, count or self.microbatches, evaluation=True)
         return engine, engine.pipe.signature.split(args, kwargs, engine.pipe.reduction.microbatches)
 
     def admit(self, take: Callable[[], Batch]) -> Batch:
-        """The engine and microbatches of a call, once all replicas have one like it."""
+        """The engine and microbatches of a call, once all ranks and replicas have one like it."""
+        self.refuse_ended()
         return take()
+
+    def close(self) -> None:
+        """End the step: no call runs after it."""
+        if self.fault is None:
+            if self.optimizer is not None:
+                self.optimizer.settle()
+            self.let_go()
+            self.fault = CLOSED
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """Let go of what the step holds besides the model: connections, captured graphs."""
+
+    def refuse_ended(self) -> None:
+        """Raises `ZbfxError` if no step can run any more."""
+        if self.fault == CLOSED:
+            raise ZbfxError(f"{CLOSED}; bind the pipeline again to go on")
+        if self.fault is not None:
+            raise PipelineFault(
+                f"this pipeline has failed before and cannot go on; bind it again. It failed with: {self.fault}"
+            )
 
     def engine_for(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, *, evaluation: bool
@@ -157,6 +190,7 @@ class Step(ABC):
             pipe = self.variants.of(*example, microbatches, evaluation=evaluation)
             self.others[key] = self.build(pipe if evaluation else self.validated(pipe))
             self.others[key].scale = self.engine.scale
+            self.watch.check_tensors(self.tensor_names())  # it may read others, which changed before
         return self.others[key]
 
     def attach(self, optimizer: PostValidated) -> None:
@@ -240,6 +274,9 @@ class LocalStep(Step):
     def __init__(self, engine: Engine, options: StepOptions, mailbox: Mailbox) -> None:
         super().__init__(engine, options)
         self.mailbox = mailbox
+
+    def let_go(self) -> None:
+        self.others.clear()
 
     def plan(self, find: Callable[[Any], Schedule]) -> Schedule:
         return find(self.engine.pipe.request)

@@ -1,0 +1,181 @@
+"""Models that change after compile or bind in what graph and tensors do not follow: refused before anything runs.
+
+Run: pytest tests/test_guard.py (CPU, one process).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.models import Problem, mlp, numbers, squares
+from tests.reference import assert_same, compiled, reference
+from zbfx import InputError, ZbfxError
+
+WIDTH = 6
+
+
+class Tempered(nn.Module):
+    """Two layers, the second tied to the first, and every kind of thing that a forward reads from its module."""
+
+    level = 0.5
+    bias: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.act = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()
+        self.second.weight = self.first.weight
+        self.drop = nn.Dropout(0.0)
+        self.register_buffer("bias", torch.ones(WIDTH))
+        self.tau, self.shift, self.function = 1.0, torch.ones(WIDTH), torch.sin
+        self.unread = [1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(self.act(self.first(x) / self.tau + self.bias))
+        return self.function(self.second(h) * self.level + self.shift)
+
+
+def problem() -> Problem:
+    return Problem(Tempered(), squares, (numbers(4, WIDTH),))
+
+
+def assign(model: nn.Module) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def untie(model: Any) -> None:
+    model.second.weight = nn.Parameter(model.first.weight.detach().clone())
+
+
+def shadow(model: Any) -> None:
+    model.level = 0.25
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+    "assigned state": (assign, "first.weight, first.bias", "without assign=True"),
+    "new parameter": (lambda m: setattr(m.first, "bias", nn.Parameter(torch.ones(WIDTH))), "first.bias", "in place"),
+    "untied": (untie, "second.weight", "in place"),
+    "buffer": (lambda m: setattr(m, "bias", torch.zeros(WIDTH)), "to, which it would go on with: bias", "fill_"),
+    "tensor": (lambda m: setattr(m, "shift", torch.zeros(WIDTH)), "to, which it would go on with: shift", "fill_"),
+    "layer": (lambda m: setattr(m, "act", nn.ReLU()), "act was replaced", "Compile again"),
+    "layer of a kind": (lambda m: setattr(m, "act", nn.Tanh()), "found another Tanh than the Tanh", "Compile again"),
+    "more layers": (lambda m: setattr(m, "third", nn.Tanh()), "['third']", "Compile again"),
+    "hook": (lambda m: m.act.register_forward_hook(lambda *_: None), "the hooks of act", "before compile"),
+    "pre-hook": (lambda m: m.register_forward_pre_hook(lambda *_: None), "the hooks of the model", "before compile"),
+    "backward hook": (
+        lambda m: m.act.register_full_backward_hook(lambda *_: None),
+        "the hooks of act",
+        "before compile",
+    ),
+    "number": (lambda m: setattr(m, "tau", 2.0), "tau was 1.0", "register_buffer"),
+    "number of another kind": (lambda m: setattr(m, "tau", 1), "tau was 1.0", "found 1"),
+    "tensor for a number": (lambda m: setattr(m, "tau", torch.tensor([1.0, 2.0])), "tau was 1.0", "in place"),
+    "dropout": (lambda m: setattr(m.drop, "p", 0.5), "drop.p was 0.0", "found 0.5"),
+    "number of the class": (shadow, "level was 0.5", "found 0.25"),
+    "function": (lambda m: setattr(m, "function", torch.cos), "function was <built-in method sin", "input tensor"),
+    "deleted": (lambda m: delattr(m, "tau"), "tau was 1.0", "found 'nothing'"),
+}
+
+
+@pytest.mark.parametrize(("change", "found", "way_out"), CHANGES.values(), ids=CHANGES.keys())
+@pytest.mark.parametrize("evaluates", [False, True], ids=["step", "evaluate"])
+def test_changes_after_the_first_step(
+    change: Callable[[nn.Module], Any], found: str, way_out: str, evaluates: bool
+) -> None:
+    given = problem()
+    step = compiled(given, 2, 2).run_local()
+    call = step.evaluate if evaluates else step
+    call(*given.inputs)
+    count, before = step.count, [None if p.grad is None else p.grad.clone() for p in step.parameters()]
+    change(given.model)
+    for _ in range(2):
+        with pytest.raises(InputError) as caught:
+            call(*given.inputs)
+        assert found in str(caught.value)
+        assert way_out in str(caught.value)
+    assert step.count == count
+    for gradient, parameter in zip(before, step.parameters(), strict=True):
+        after = parameter.grad
+        assert after is None if gradient is None or after is None else torch.equal(gradient, after)
+
+
+def test_changes_in_place_are_followed() -> None:
+    given = problem()
+    model: Any = given.model
+    step = compiled(given, 2, 2).run_local()
+    step(*given.inputs)
+    step.evaluate(*given.inputs)
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+    model.shift.fill_(0.25)
+    model.tau = float("1.0")
+    model.unread = [2.0]
+    model.eval().train()
+    model.zero_grad()
+    loss = step(*given.inputs)
+    found = {name: parameter.grad for name, parameter in step.named_parameters()}
+    assert_same((loss, found), reference(given, 2), 1e-6)
+
+
+def test_values_that_come_and_go_between_steps_are_seen() -> None:
+    """The memory of a number that is gone may hold the next one."""
+    given = problem()
+    step = compiled(given, 2, 2).run_local()
+    for _ in range(3):
+        given.model.tau = float("1.0")  # type: ignore[assignment]
+        step(*given.inputs)
+        given.model.tau = float("3.0")  # type: ignore[assignment]
+        with pytest.raises(InputError, match=r"tau was 1\.0"):
+            step(*given.inputs)
+
+
+def test_changes_between_compile_and_bind() -> None:
+    """New tensors are those of the pipeline; a new layer is not in its graph."""
+    given = problem()
+    pipe = compiled(given, 2, 2)
+    given.model.first.bias = nn.Parameter(torch.zeros(WIDTH))  # type: ignore[union-attr]
+    loss = pipe.run_local()(*given.inputs)
+    assert given.model.first.bias.grad is not None  # type: ignore[union-attr]
+    assert torch.allclose(loss, reference(given, 2)[0])
+    given.model.act = nn.ReLU()
+    with pytest.raises(InputError, match="act was replaced"):
+        pipe.run_local()(*given.inputs)
+
+
+def test_what_the_pipeline_does_not_read_may_change() -> None:
+    given = problem()
+    given.model.register_buffer("idle", torch.ones(1))
+    step = compiled(given, 2, 2).run_local()
+    step(*given.inputs)
+    given.model.idle = torch.zeros(2)
+    step(*given.inputs)
+    assert step.count == 2
+
+
+def test_changes_in_a_loss_module() -> None:
+    loss_fn = nn.SmoothL1Loss(beta=0.5)
+    given = replace(mlp(2), loss_fn=loss_fn)
+    step = compiled(given, 2, 2).run_local()
+    step(*given.inputs, *given.targets)
+    loss_fn.beta = 1.0
+    with pytest.raises(InputError, match=r"loss_fn\.beta was 0\.5"):
+        step(*given.inputs, *given.targets)
+
+
+def test_local_steps_close() -> None:
+    given = mlp(2)
+    step = compiled(given, 2, 2).run_local()
+    step(*given.inputs, *given.targets)
+    step.close()
+    step.close()
+    for call in (step, step.evaluate):
+        with pytest.raises(ZbfxError, match="this step was closed; bind the pipeline again"):
+            call(*given.inputs, *given.targets)
+    with pytest.raises(ZbfxError, match="this step was closed"):
+        step.run_split([])
+    assert step.count == 1

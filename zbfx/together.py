@@ -1,0 +1,92 @@
+"""What all processes of torch.distributed do together outside a step: compare what they were asked for, share results.
+
+Each exchange says what it is for: processes that are at different ones made different calls, and hear of it at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from zbfx.errors import SAME_CALLS, PipelineFault, ZbfxError, listed
+
+
+def is_alone() -> bool:
+    """Whether no other process takes part."""
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+@contextmanager
+def waiting(who: str, what: str) -> Iterator[None]:
+    """What torch.distributed raises in here becomes a `PipelineFault`: `who` waits for `what`."""
+    try:
+        yield
+    except ZbfxError:
+        raise
+    except RuntimeError as error:
+        raise PipelineFault(
+            f"{who}: waiting for {what} is lost, or slower than the timeout, or made other calls ({SAME_CALLS}): "
+            f"{error}"
+        ) from error
+
+
+def exchange(what: str, value: object) -> list[Any]:
+    """The picklable value of every process, in order, on every one; `what` names the exchange.
+
+    Raises `ZbfxError` if another process is at another exchange, `PipelineFault` if one has ended.
+    """
+    if is_alone():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    with waiting(f"rank {dist.get_rank()}, {what}", "another rank, which has ended or raised an error before,"):
+        dist.all_gather_object(found, (what, value))
+    if any(other != what for other, _ in found):
+        places = listed(f"rank {rank} is at {other}" for rank, (other, _) in enumerate(found))
+        raise ZbfxError(f"ranks made different calls, but {SAME_CALLS}; found: {places}")
+    return [other for _, other in found]
+
+
+def from_rank(rank: int, what: str, value: Any) -> Any:
+    """The picklable value of one process, on all."""
+    if is_alone():
+        return value
+    exchange(what, None)
+    box = [value]
+    with waiting(f"rank {dist.get_rank()}, {what}", f"rank {rank}, which"):
+        dist.broadcast_object_list(box, src=rank)
+    return box[0]
+
+
+def on_all_ranks(what: str, work: Callable[[], Any], arguments: Mapping[str, object] | None = None) -> Any:
+    """Do `work` on every process; what one refuses, all refuse, as they do arguments that differ."""
+    if is_alone():
+        return work()
+    result, refusal = None, None
+    try:
+        result = work()
+    except ZbfxError as error:
+        refusal = error
+    own = {name: repr(value) for name, value in (arguments or {}).items()}
+    answers = exchange(what, (None if refusal is None else str(refusal), own))
+    refuse_other_arguments(what, [found for _, found in answers])
+    if refusal is not None:
+        raise refusal
+    for rank, (text, _) in enumerate(answers):
+        if text is not None:
+            raise ZbfxError(f"rank {rank}: {text}")
+    return result
+
+
+def refuse_other_arguments(what: str, found: Sequence[Mapping[str, str]]) -> None:
+    """`found` are the arguments of each rank, as text."""
+    different = [
+        f"{name} is {first} on rank 0, {other[name]} on rank {rank}"
+        for name, first in found[0].items()
+        for rank, other in [next(((k, o) for k, o in enumerate(found) if o[name] != first), (0, None))]
+        if other is not None
+    ]
+    if different:
+        raise ZbfxError(f"{what}: all ranks pass the same arguments; found {'; '.join(different)}")
