@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -37,6 +35,7 @@ from zbfx.channels import Channels
 from zbfx.clock import WARM_S, WARM_UP_S
 from zbfx.codegen import Program, generate
 from zbfx.comm import Mailbox
+from zbfx.digest import digest
 from zbfx.engine import local_engine, message_pairs, rank_engine
 from zbfx.errors import ZbfxError
 from zbfx.fit import Forms, Request, fit
@@ -362,7 +361,7 @@ class Pipeline:
         place, tensors = channels.place, self.tensors()
         engine = rank_engine(self, tensors, channels)
         runner = engine.runners[0]
-        agree(channels, self.digest(), partial(move_to, engine.runners, self.device))
+        agree(channels, digest(self), partial(move_to, engine.runners, self.device))
         placement = self.schedule.costs.placement
         holders = parameter_holders(self.stages, placement) | buffer_holders(self.stages, placement)
         copies = [(name, first, other) for name, (first, *others) in holders.items() for other in others]
@@ -386,36 +385,3 @@ class Pipeline:
 
     def __reduce__(self) -> str:
         raise ZbfxError("a pipeline holds graphs with fake tensors and cannot be pickled; call zbfx.compile again")
-
-    def digest(self) -> dict[str, str]:
-        """Hashes of the parts of a plan, by name: all equal where the plans are. What the programs are made from comes
-        first, to tell where a difference begins."""
-        phases = [phase.module.code for stage in self.stages for phase in stage.phases.values()]
-        programs = [program.code for program in self.programs]
-        programs += [str(message) for program in self.programs for message in program.messages.values()]
-        return {
-            "the model or its loss": hashed(described(self.joint)),
-            "the shapes or dtypes of the example microbatch": hashed([str(self.signature.tensors)]),
-            "microbatches": hashed([str(self.reduction.microbatches)]),
-            "loss_reduction": hashed([self.reduction.name]),
-            "the stages": hashed(phases),
-            "their placement": hashed([str(self.schedule.costs.placement)]),
-            "the schedule": hashed([str(self.schedule.ranks)]),
-            "the programs": hashed(programs),
-        }
-
-
-def described(joint: Joint) -> list[str]:
-    """The nodes of a graph, and the shapes and dtypes of its inputs."""
-    lines = [f"{node.name} = {node.target} {node.args} {node.kwargs}\n" for node in joint.graph.nodes]
-    for node in joint.graph.find_nodes(op="placeholder"):
-        value = node.meta.get("val")
-        lines += [f"{node.name}: {tuple(value.shape)} {value.dtype}\n"] if isinstance(value, Tensor) else []
-    return lines + [str(port) for port in (*joint.inputs, *joint.outputs)]
-
-
-def hashed(texts: Sequence[str]) -> str:
-    """A hash of what graphs say, apart from what each rank has of its own."""
-    anywhere = re.sub(r"index=\d+", "index", "".join(texts))  # its device
-    anywhere = re.sub(r"(_c10d_functional\.[^\n]*), '\d+'\)", r"\1)", anywhere)  # and groups to shard over
-    return hashlib.sha256(anywhere.encode()).hexdigest()
