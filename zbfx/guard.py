@@ -103,9 +103,9 @@ class Guard:
             if after is not before and (type(after) is not type(before) or after != before):
                 raise InputError(
                     f"{name} was {before!r} when the model was traced, and is a constant of the graph; found "
-                    f"{after!r}. "
-                    f"Make a value that changes a buffer (register_buffer) and fill it in place, or pass it as an "
-                    f"input tensor; or compile again"
+                    f"{after!r}. Make a value that changes a buffer (register_buffer) and fill it in place, or pass it "
+                    f"as an input tensor; keep one that the forward does not read elsewhere than on the model; or "
+                    f"compile again"
                 )
 
 
