@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -186,7 +187,10 @@ def test_interrupt_leaves_no_traceback(costs: str) -> None:
         "@register('slow')\ndef slow(costs, microbatches):\n    print('started', flush=True)\n    time.sleep(60)\n"
         f"sys.exit(main(['plan', '--costs', {costs!r}, '--microbatches', '2', '--schedule', 'slow']))"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    # A shell that runs the tests in the background has them, and what they start, ignore interrupts.
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heeds) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"started\n"
         process.send_signal(signal.SIGINT)

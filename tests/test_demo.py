@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,9 @@ SMALL = [
 
 def start(*options: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), *SMALL, *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    # A shell that runs the tests in the background has them, and what they start, ignore interrupts.
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heeds)
 
 
 def test_entropy_of_known_shares() -> None:
