@@ -157,6 +157,50 @@ def test_what_the_pipeline_does_not_read_may_change() -> None:
     assert step.count == 2
 
 
+class Counted(nn.Module):
+    """Its forward reads `scale` by a function of its file and `offset` by name, not `epoch`, nor what it sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.epoch, self.scale, self.offset, self.last_rows = 0, 2.0, 1.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last_rows = len(x)
+        return torch.tanh(self.layer(x)) * scale_of(self) + getattr(self, "offset")  # noqa: B009
+
+
+def scale_of(counted: Any) -> float:
+    return float(counted.scale)
+
+
+def test_attributes_that_no_code_reads_may_change() -> None:
+    case = Problem(Counted(), squares, (numbers(4, WIDTH),))
+    model: Any = case.model
+    step = compiled(case, 1, 2).run_local()
+    for epoch in range(3):
+        model.epoch, model.last_rows = epoch, epoch
+        step(*case.inputs)
+    for name in ("scale", "offset"):
+        before = getattr(model, name)
+        setattr(model, name, 3.0)
+        with pytest.raises(InputError, match=f"{name} was {before}"):
+            step(*case.inputs)
+        setattr(model, name, before)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_where_no_gradients_are_asked_for(mode: Callable[[], Any]) -> None:
+    case = problem()
+    step = compiled(case, 2, 2).run_local(on_new_shape="recompile")
+    with mode():
+        found = [float(step.evaluate(*(t[:rows] for t in case.inputs))) for rows in (4, 2)]
+    with torch.no_grad():
+        expected = [float(squares(case.model(case.inputs[0][:rows]))) for rows in (4, 2)]
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
 def test_changes_in_a_loss_module() -> None:
     loss_fn = nn.SmoothL1Loss(beta=0.5)
     given = replace(mlp(2), loss_fn=loss_fn)

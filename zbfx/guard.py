@@ -3,11 +3,14 @@ tensors that the pipeline was bound to. A graph holds one of each."""
 
 from __future__ import annotations
 
+import dis
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, repeat
 from operator import attrgetter, is_
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from zbfx.trace import LOSS_PREFIX, canonical_names, named_tensors, plain_tensor
 NUMBERS = (bool, int, float, complex, str, torch.dtype)
 PLAIN = (*NUMBERS, FunctionType, BuiltinFunctionType)
 MISSING = "nothing"
+READS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
 
 
 @dataclass(frozen=True)
@@ -182,7 +186,36 @@ def named_modules(model: nn.Module, loss_fn: Any) -> dict[str, nn.Module]:
 
 
 def plain_attributes(module: nn.Module) -> Iterator[str]:
-    """The attributes that are numbers, texts or functions, and the numbers and texts of the module's class."""
+    """The attributes that are numbers, texts or functions, and the numbers and texts of the module's class: those whose
+    names the module's code reads."""
+    read = names_read(type(module))  # type: ignore[arg-type]
+    return (name for name in all_plain_attributes(module) if name in read)
+
+
+@cache
+def names_read(owner: Any) -> frozenset[str]:
+    """The attributes that methods of a module's classes read, and functions beside them in their files; of any object,
+    and names in texts, for `getattr`. A counter that nothing reads may change as it likes."""
+    classes = owner.__mro__[: owner.__mro__.index(nn.Module)]
+    files = [vars(sys.modules[part.__module__]) for part in classes if part.__module__ in sys.modules]
+    found: set[str] = set()
+    codes = [code for space in (*map(vars, classes), *files) for value in space.values() for code in codes_of(value)]
+    while codes:
+        code = codes.pop()
+        found |= {str(step.argval) for step in dis.get_instructions(code) if step.opname in READS}
+        found |= {text for text in code.co_consts if isinstance(text, str) and text.isidentifier()}
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return frozenset(found)
+
+
+def codes_of(value: object) -> list[CodeType]:
+    """The code of a function, a method of either kind, a property, or what a decorator wraps."""
+    inner = [getattr(value, name, None) for name in ("fget", "__func__", "__wrapped__")]
+    functions = [f for f in (value, *inner) if isinstance(f, FunctionType)]
+    return [function.__code__ for function in functions if function.__name__ != "__init__"]
+
+
+def all_plain_attributes(module: nn.Module) -> Iterator[str]:
     classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
     own = vars(module)
     yield from (name for name, value in own.items() if isinstance(value, PLAIN) and name != "training")

@@ -162,6 +162,9 @@ def writes(func: Any) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
 
 
+# A step may meet a new shape, and evaluate its first batch, where no gradients are asked for.
+@torch.inference_mode(mode=False)
+@torch.enable_grad()
 def trace(
     model: nn.Module,
     loss_fn: Callable[..., Tensor] | None,
