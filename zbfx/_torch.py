@@ -25,7 +25,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -266,6 +266,5 @@ def inductor(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[[list[
         from torch._dynamo.utils import GmWrapper
         from torch._inductor.compile_fx import compile_fx
 
-    compiled: Any = compile_fx(GmWrapper(module, lambda args: args), list(examples))  # type: ignore[arg-type]
-    found: Callable[[list[Any]], Any] = compiled
-    return found
+    compiled = compile_fx(GmWrapper(module, lambda args: args), list(examples))  # type: ignore[arg-type]
+    return cast(Callable[[list[Any]], Any], compiled)

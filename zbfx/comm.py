@@ -152,17 +152,17 @@ class Mailbox:
 
     def exchange(self, message: Message, *, posts: bool) -> Exchange:
         """The first exchange of the channel that waits for this side, or a new one."""
-        waiting = self.channels[message.source, message.target]
-        if not waiting or waiting[0].posted == posts:
-            waiting.append(Exchange(message))
-            return waiting[-1]
-        exchange = waiting.popleft()
+        queue = self.channels[message.source, message.target]
+        if not queue or queue[0].posted == posts:
+            queue.append(Exchange(message))
+            return queue[-1]
+        exchange = queue.popleft()
         posted, sent = (message, exchange.message) if posts else (exchange.message, message)
         assert posted == sent, f"rank {message.source} sends {sent}, where rank {message.target} posts {posted}"
         return exchange
 
     def __len__(self) -> int:
-        return sum(len(waiting) for waiting in self.channels.values())
+        return sum(map(len, self.channels.values()))
 
 
 class LocalTransport:
@@ -221,8 +221,8 @@ class LocalTransport:
             self.release(key)
 
     def join(self) -> set[str]:
-        """For captured graphs, which one process per rank makes."""
-        raise NotImplementedError
+        """For captured graphs."""
+        raise AssertionError("graphs are captured by processes that run one rank each")
 
     def drop(self) -> None:
         """Forget what is on its way, after a failure."""

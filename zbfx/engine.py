@@ -45,6 +45,13 @@ class Engine:
         return engine
 
     @property
+    def batch_loss(self) -> Tensor:
+        """The loss of the last run's batch, which every rank's program ends with."""
+        loss = self.runners[0].loss
+        assert loss is not None, "the programs have run"
+        return loss
+
+    @property
     def replica(self) -> int:
         return self.channels.place.replica if self.channels else 0
 

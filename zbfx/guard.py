@@ -196,7 +196,7 @@ def plain_attributes(module: nn.Module) -> Iterator[str]:
 def names_read(owner: Any) -> frozenset[str]:
     """The attributes that methods of a module's classes read, and functions beside them in their files; of any object,
     and names in texts, for `getattr`. A counter that nothing reads may change as it likes."""
-    classes = owner.__mro__[: owner.__mro__.index(nn.Module)]
+    classes = own_classes(owner)
     files = [vars(sys.modules[part.__module__]) for part in classes if part.__module__ in sys.modules]
     found: set[str] = set()
     codes = [code for space in (*map(vars, classes), *files) for value in space.values() for code in codes_of(value)]
@@ -215,11 +215,20 @@ def codes_of(value: object) -> list[CodeType]:
     return [function.__code__ for function in functions if function.__name__ != "__init__"]
 
 
+def own_classes(owner: type) -> tuple[type, ...]:
+    """A module's classes before `nn.Module`, its own first."""
+    return owner.__mro__[: owner.__mro__.index(nn.Module)]
+
+
 def all_plain_attributes(module: nn.Module) -> Iterator[str]:
-    classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
     own = vars(module)
     yield from (name for name, value in own.items() if isinstance(value, PLAIN) and name != "training")
-    inherited = {name: value for owner in reversed(classes) for name, value in vars(owner).items() if name not in own}
+    inherited = {
+        name: value
+        for owner in reversed(own_classes(type(module)))
+        for name, value in vars(owner).items()
+        if name not in own
+    }
     yield from (name for name, value in inherited.items() if isinstance(value, NUMBERS) and not name.startswith("__"))
 
 

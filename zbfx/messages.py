@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -125,8 +124,8 @@ def shared_gradients(stages: Sequence[Stage], placement: Sequence[int]) -> tuple
 def post_positions(
     incoming: Sequence[Message],
     order: Sequence[Action],
-    needed_at: Mapping[str, int] = MappingProxyType({}),
-    not_before: Mapping[str, int] = MappingProxyType({}),
+    needed_at: Mapping[str, int],
+    not_before: Mapping[str, int],
 ) -> dict[int, list[Message]]:
     """Before which action each receive is posted: early enough for itself and for all that come after it on its
     channel, whose messages arrive in the order of sending. `needed_at` stands in for the consumer's place in the order;
