@@ -92,8 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         synchronize(place.device)
         step.close()
     if world.rank == 0:
-        options.out.with_suffix(".svg").write_text(profile.svg())
-        with options.out.with_suffix(".jsonl").open("w") as file:
+        Path(f"{options.out}.svg").write_text(profile.svg())
+        with Path(f"{options.out}.jsonl").open("w") as file:
             for row in rank_rows(profile):
                 file.write(json.dumps(asdict(case) | row | machine(place, options.commit)) + "\n")
 
