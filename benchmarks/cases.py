@@ -44,8 +44,9 @@ class Case:
 
     `split` is where the layers are cut: "bal" for equal load, "even" for equal numbers of blocks, "13+11" for these
     numbers of blocks, "auto" for zbfx's own cuts. A zbfx `schedule` reads
-    `name[@memory limit][*stages per rank][+recompute][-]`, for example "auto@1x" or "1f1b+full"; "auto@60%" limits
-    every rank to this share of what the largest holds in 1F1B; a trailing "-" keeps W and B one after the other.
+    `name[@memory limit][*stages per rank][+recompute][-][/transport]`, for example "auto@1x" or "1f1b+full"; "auto@60%"
+    limits every rank to this share of what the largest holds in 1F1B; "-" keeps W and B one after the other; "/group"
+    sends messages over NCCL.
     """
 
     system: str
@@ -70,16 +71,18 @@ class ZbfxSchedule:
     stages_per_rank: int | None
     recompute: str | None
     overlap: bool | None
+    transport: str = "auto"
 
     @classmethod
     def parse(cls, text: str) -> ZbfxSchedule:
-        match = re.fullmatch(r"([^@*+]+?)(?:@([^*+]+?))?(?:\*(\d+))?(?:\+(\w+))?(-)?", text)
+        match = re.fullmatch(r"([^@*+/]+?)(?:@([^*+/]+?))?(?:\*(\d+))?(?:\+(\w+))?(-)?(?:/(\w+))?", text)
         if match is None:
             raise ValueError(
-                f"a zbfx schedule reads name[@memory limit][*stages per rank][+recompute][-]; found {text!r}"
+                f"a zbfx schedule reads name[@memory limit][*stages per rank][+recompute][-][/transport]; "
+                f"found {text!r}"
             )
         stages = int(match[3]) if match[3] else None
-        return cls(match[1], match[2], stages, match[4], False if match[5] else None)
+        return cls(match[1], match[2], stages, match[4], False if match[5] else None, match[6] or "auto")
 
 
 class Choices(Protocol):

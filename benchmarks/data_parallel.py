@@ -42,7 +42,7 @@ from benchmarks.throughput import Benchmark, numbers, run_flags, words
 from benchmarks.world import World
 from zbfx.channels import Channels
 from zbfx.cost import Link
-from zbfx.measure import measured_link
+from zbfx.links import measured_link
 from zbfx.place import find_place
 from zbfx.replicas import replicated
 

@@ -55,7 +55,8 @@ def bound(case: Case, place: Place, costs: str) -> tuple[zbfx.Pipeline, RankStep
     pipe = zbfx.compile(model, **arguments, costs=costs, **chosen)
     reset_peak(place.device)
     materialize(model, pipe, place)
-    return pipe, pipe.bind(timeout_s=place.timeout_s)
+    transport = ZbfxSchedule.parse(case.schedule).transport
+    return pipe, pipe.bind(timeout_s=place.timeout_s, transport=transport)
 
 
 def choices(case: Case, place: Place) -> dict[str, Any]:

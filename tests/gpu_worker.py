@@ -1,6 +1,7 @@
-"""Ranks of a pipeline over NCCL for test_gpu.py: `torchrun ... tests/gpu_worker.py <scenario> <folder>`.
+"""Ranks of a pipeline on GPUs for test_gpu.py: `torchrun ... tests/gpu_worker.py <scenario> <folder>`.
 
-A scenario is a function of the device that returns a picklable result, written to `<folder>/<rank>.pt`.
+A scenario is a function of the device that returns a picklable result, written to `<folder>/<rank>.pt`. Ranks share
+GPUs where there are fewer.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import zbfx
 from benchmarks.gpt import GPT, GPTConfig, next_token_loss
+from zbfx import copies
+from zbfx.copies import INBOX_BYTES, SLOT_BYTES, open_lines
+from zbfx.place import find_place
 
 SMALL = GPTConfig(layers=6, hidden=256, heads=4, sequence=128, vocabulary=512)
 STEADY = GPTConfig(layers=4, hidden=1024, heads=16, sequence=512, vocabulary=2048)
@@ -65,7 +69,8 @@ def equal(device: torch.device) -> dict[str, dict[str, Tensor]]:
     """Loss and gradients by schedule and backend, under deterministic algorithms."""
     torch.use_deterministic_algorithms(True)
     model, batch = model_and_batch(SMALL, MICROBATCHES * 2, device)
-    found = {}
+    one = compiled(model, batch, MICROBATCHES, schedule="1f1b")
+    found = {"one process": gradients(one.run_local(), *batch)}
     cases = [(schedule, "cudagraph") for schedule in SCHEDULES]
     cases += [(schedule, "eager") for schedule in ("1f1b", "zb-2p")]
     cases += [("zb-2p", "inductor"), ("zb-2p", "cudagraph+inductor")]
@@ -73,8 +78,16 @@ def equal(device: torch.device) -> dict[str, dict[str, Tensor]]:
         if dist.get_world_size() == 1 and schedule in ("zb-v", "interleaved-1f1b"):
             continue
         pipe = compiled(model, batch, MICROBATCHES, schedule=schedule, backend=backend)
-        found[f"{schedule} {backend}"] = gradients(pipe.bind(), *batch)
+        for transport in transports():
+            found[f"{schedule} {backend} {transport}"] = gradients(pipe.bind(transport=transport), *batch)
     return found
+
+
+def transports() -> tuple[str, ...]:
+    """NCCL takes one process for each GPU."""
+    if dist.get_world_size() == 1:
+        return ("auto",)
+    return ("copies",) if dist.get_world_size() > torch.cuda.device_count() else ("copies", "group")
 
 
 def plain(device: torch.device) -> dict[str, Tensor]:
@@ -166,18 +179,100 @@ def validated(
     return {"losses": torch.stack(losses).cpu(), "parameters": parameters, "counts": asdict(post.counts)}
 
 
+def lines(device: torch.device) -> list[bool]:
+    """Messages of all sizes, both ways at once, sent before they are received and after, out of a graph and in one."""
+    sizes = [0, 1, 1000, SLOT_BYTES - 1, SLOT_BYTES, SLOT_BYTES + 1, INBOX_BYTES, 5 * SLOT_BYTES + 3]
+    place = find_place(2, None)
+    own, lined = open_lines([(0, 1), (1, 0)], place, device)
+    assert lined == {(0, 1), (1, 0)}
+    outgoing, incoming = own[place.rank, 1 - place.rank], own[1 - place.rank, place.rank]
+
+    def content(rank: int, size: int) -> Tensor:
+        generator = torch.Generator(device).manual_seed(10 * size + rank)
+        return torch.randint(256, (size,), dtype=torch.uint8, device=device, generator=generator)
+
+    sent = [content(place.rank, size) for size in sizes]
+    received = [torch.empty_like(value) for value in sent]
+    expected = [content(1 - place.rank, size) for size in sizes]
+
+    def swap() -> None:
+        leaving = [outgoing.transfer(value) for value in sent]
+        for value in received:
+            incoming.transfer(value).wait()
+        for transfer in leaving:
+            transfer.wait()
+
+    def equal_at_once() -> bool:
+        torch.cuda.synchronize(device)
+        found = all(torch.equal(value, other) for value, other in zip(received, expected, strict=True))
+        for value in received:
+            value.zero_()
+        return found
+
+    time.sleep(place.rank * 0.5)
+    swap()
+    results = [equal_at_once()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        swap()
+    for turn in range(5):
+        time.sleep(0.2 * ((turn + place.rank) % 2))
+        graph.replay()
+        results.append(equal_at_once())
+    for line in own.values():
+        line.close()
+    return results
+
+
+def apart(device: torch.device) -> tuple[int, int]:
+    """Channels opened, and pairs that have them, where the processes think that they run on different hosts."""
+    copies.host = lambda: f"host {dist.get_rank()}"
+    own, lined = open_lines([(0, 1), (1, 0)], find_place(2, None), device)
+    return len(own), len(lined)
+
+
+def failing(device: torch.device) -> None:
+    """Rank 1 fails in its third step, and lives on; rank 0 waits for it on its device."""
+    model, batch = model_and_batch(SMALL, MICROBATCHES * 2, device)
+    backend = sys.argv[3]
+    step = compiled(model, batch, MICROBATCHES, schedule="zb-h1", backend=backend).bind()
+    for count in range(3):
+        if count == 2 and dist.get_rank() == 1:
+            try:
+                step.guarded(lambda: 1 / 0)
+            except zbfx.PipelineFault:
+                time.sleep(60)
+        step(*batch).item()
+
+
+def missing(device: torch.device) -> None:
+    """Rank 1 does not take part in the third step; rank 0 waits for it no longer than the timeout."""
+    model, batch = model_and_batch(SMALL, MICROBATCHES * 2, device)
+    backend = sys.argv[3]
+    step = compiled(model, batch, MICROBATCHES, schedule="zb-h1", backend=backend).bind(timeout_s=8.0)
+    for count in range(3):
+        if count == 2 and dist.get_rank() == 1:
+            time.sleep(60)
+        step(*batch).item()
+
+
 SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
     "equal": equal,
     "steady": steady,
     "alone": alone,
     "optimizer": optimizer,
+    "lines": lines,
+    "apart": apart,
+    "failing": failing,
+    "missing": missing,
 }
 
 
-def main(scenario: str, folder: str) -> None:
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+def main(scenario: str, folder: str, *_: str) -> None:
+    rank, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    device = torch.device("cuda", rank % devices)
     torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    dist.init_process_group("gloo" if int(os.environ["WORLD_SIZE"]) > devices else "cpu:gloo,cuda:nccl")
     result = SCENARIOS[scenario](device)
     torch.save(result, Path(folder) / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()

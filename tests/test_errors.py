@@ -290,6 +290,10 @@ def test_arguments_of_bind_run_local_and_check() -> None:
     for timeout_s in (-1, 0, "a", float("nan"), float("inf"), None):
         with pytest.raises(ZbfxError, match=r"timeout_s is how many seconds to wait .*, a number > 0; found"):
             pipe.bind(timeout_s=timeout_s)  # type: ignore[arg-type]
+    with pytest.raises(ZbfxError, match="transport is one of auto, copies, group; found 'nccl'"):
+        pipe.bind(transport="nccl")
+    with pytest.raises(ZbfxError, match=r"transport='copies' needs CUDA devices; found cpu\. Use 'auto'"):
+        pipe.bind(transport="copies")
     for seed in ("x", 1.5, True):
         with pytest.raises(ZbfxError, match="seed is an integer"):
             pipe.run_local(seed=seed)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
-"""Pipelines over NCCL: schedules and backends agree, in bits where nothing is compiled; 200 steps; one GPU.
+"""Pipelines on GPUs: schedules, backends and transports agree, in bits where nothing is compiled; 200 steps; messages
+by copy engines; ranks that fail; one GPU.
 
-Run: pytest -m gpu tests/test_gpu.py (skipped without CUDA; two GPUs, or one for the last test).
+Run: pytest -m gpu tests/test_gpu.py (skipped without CUDA). On one GPU two ranks share it, and NCCL stays out.
 """
 
 from __future__ import annotations
@@ -23,10 +24,16 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 
 def launch(world: int, scenario: str, folder: Path) -> list[Any]:
     """Every rank's result."""
+    done = run(world, scenario, str(folder))
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
+
+
+def run(world: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    done = subprocess.run(
-        [*torchrun, "tests/gpu_worker.py", scenario, str(folder)],
+    return subprocess.run(
+        [*torchrun, "tests/gpu_worker.py", *arguments],
         cwd=ROOT,
         env=environment,
         timeout=LIMIT_S,
@@ -34,19 +41,16 @@ def launch(world: int, scenario: str, folder: Path) -> list[Any]:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-@two_gpus
-def test_schedules_and_backends_agree(tmp_path: Path) -> None:
-    """Whatever rank holds a parameter under a placement, its gradient is the one of eager 1F1B."""
+def test_schedules_backends_and_transports_agree(tmp_path: Path) -> None:
+    """Whatever rank holds a parameter under a placement, its gradient is the one of 1F1B in one process."""
     ranks = launch(2, "equal", tmp_path)
-    expected = {name: value for rank in ranks for name, value in rank["1f1b eager"].items()}
+    expected = ranks[0]["one process"]
     for case in ranks[0]:
         found = {name: value for rank in ranks for name, value in rank[case].items()}
         assert found.keys() == expected.keys()
@@ -66,7 +70,6 @@ def test_two_hundred_steps_of_each_backend(tmp_path: Path) -> None:
             assert found["slow"] == 0, (backend, found)
 
 
-@two_gpus
 def test_optimizer_steps_without_a_barrier(tmp_path: Path) -> None:
     """Equal in bits to those with one, on every backend, decided by the process and by the device."""
     for rank in launch(2, "optimizer", tmp_path):
@@ -89,4 +92,28 @@ def test_one_gpu(tmp_path: Path) -> None:
         for name, value in values.items():
             assert error(value, rank["plain"][name]) < 2e-2, (case, name)
             if "inductor" not in case and case != "plain":
-                assert torch.equal(value, rank["1f1b eager"][name]), (case, name)
+                assert torch.equal(value, rank["one process"][name]), (case, name)
+
+
+def test_messages_by_copies(tmp_path: Path) -> None:
+    assert launch(2, "lines", tmp_path) == [[True] * 6] * 2
+
+
+def test_no_lines_between_hosts(tmp_path: Path) -> None:
+    assert launch(2, "apart", tmp_path) == [(0, 0)] * 2
+
+
+@pytest.mark.parametrize("backend", ["eager", "cudagraph"])
+def test_a_rank_that_fails_ends_those_that_wait_for_it(tmp_path: Path, backend: str) -> None:
+    done = run(2, "failing", str(tmp_path), backend)
+    assert done.returncode != 0
+    expected = "zbfx: rank 0 ends, for its device waits for a rank that has failed. rank 1: ZeroDivisionError"
+    assert expected in done.stderr, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("backend", ["eager", "cudagraph"])
+def test_a_device_waits_no_longer_than_the_timeout(tmp_path: Path, backend: str) -> None:
+    done = run(2, "missing", str(tmp_path), backend)
+    assert done.returncode != 0
+    expected = "zbfx: rank 0 ends: its device has waited in a step for other ranks for 8 s"
+    assert expected in done.stderr, done.stderr[-4000:]

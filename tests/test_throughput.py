@@ -149,6 +149,7 @@ def test_cases_come_in_the_order_asked_for() -> None:
 def test_a_zbfx_schedule_reads_limit_and_stages() -> None:
     assert ZbfxSchedule.parse("zb-1p") == ZbfxSchedule("zb-1p", None, None, None, None)
     assert ZbfxSchedule.parse("auto@1.5x*2") == ZbfxSchedule("auto", "1.5x", 2, None, None)
+    assert ZbfxSchedule.parse("zb-2p-/group") == ZbfxSchedule("zb-2p", None, None, None, False, "group")
     assert ZbfxSchedule.parse("zb-2p@24GiB-") == ZbfxSchedule("zb-2p", "24GiB", None, None, False)
     with pytest.raises(ValueError, match="reads name"):
         ZbfxSchedule.parse("*2")

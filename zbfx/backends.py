@@ -9,7 +9,7 @@ cudagraph+inductor  compiled phases, captured
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,10 +19,11 @@ from torch import Tensor
 from zbfx.engine import Engine, take_turns
 from zbfx.errors import ZbfxError
 from zbfx.rank_step import RankStep
-from zbfx.run import Wait, restore
+from zbfx.run import Environment, Wait, restore
 from zbfx.variants import FORWARD
 
 if TYPE_CHECKING:
+    from zbfx.copies import Line
     from zbfx.pipeline import Pipeline
 
 T = TypeVar("T")
@@ -40,13 +41,30 @@ def checked_backend(backend: str, device: torch.device) -> str:
     return backend
 
 
-@dataclass
-class Capture:
-    """A rank's step as a CUDA graph, with the buffers that it reads and the loss that it writes."""
+@dataclass(frozen=True)
+class Part:
+    """A CUDA graph, and the lines to other ranks that it works on."""
 
     graph: torch.cuda.CUDAGraph
+    lines: Sequence[Line]
+
+    def replay(self) -> None:
+        """After what was begun on its lines outside of graphs, and before what will be: a line does one thing at a
+        time."""
+        for line in self.lines:
+            torch.cuda.current_stream().wait_stream(line.stream)
+        self.graph.replay()
+        for line in self.lines:
+            line.stream.wait_stream(torch.cuda.current_stream())
+
+
+@dataclass
+class Capture:
+    """A rank's step as a CUDA graph, with the loss that it writes."""
+
+    whole: Part
     loss: Tensor
-    prefix: torch.cuda.CUDAGraph | None = None  # what runs before the verdict on an optimizer step
+    prefix: Part | None = None  # what runs before the verdict on an optimizer step
     received: frozenset[str] = frozenset()  # messages for later that the prefix receives
     watched: tuple[Any, ...] = ()
 
@@ -103,7 +121,7 @@ class CapturedStep(RankStep):
             captured.prefix.replay()
         if not starts:
             runner.start_gradients()
-        captured.graph.replay()
+        captured.whole.replay()
         runner.transport.finish()  # the verdict that was passed on, which no graph holds
         if runner.watched is not None:
             runner.watched[:] = captured.watched
@@ -112,31 +130,46 @@ class CapturedStep(RankStep):
     def capture(self, engine: Engine) -> Capture:
         torch.cuda.synchronize()
         engine.runners[0].start(engine.loss_gradient)
-        graph = torch.cuda.CUDAGraph()
         try:
             if engine.runners[0].program.chain.validates:
-                return self.capture_parts(engine, graph)
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                return Capture(graph, self.run_program(engine, self.static_rows[id(engine)]))
+                return self.capture_parts(engine)
+            whole = self.part(lambda: self.run_program(engine, self.static_rows[id(engine)]))
+            return Capture(whole, engine.batch_loss)
         except RuntimeError as error:
             raise ZbfxError(
                 f"this step cannot be captured as a CUDA graph: {error}. Use backend='eager' or 'inductor'"
             ) from error
 
-    def capture_parts(self, engine: Engine, graph: torch.cuda.CUDAGraph) -> Capture:
+    def part(self, run: Callable[[], Any], after: Part | None = None) -> Part:
+        """What `run` does, as a graph; with the memory of the part `after` which it is replayed."""
+        graph, pool = torch.cuda.CUDAGraph(), None if after is None else after.graph.pool()
+        with (
+            self.channels.lines_used() as lines,
+            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+        ):
+            run()
+        return Part(graph, lines)
+
+    def capture_parts(self, engine: Engine) -> Capture:
         """The prefix as a graph of its own, which may be replayed twice, and the rest. All that the prefix sends or has
         posted must have arrived at its end: a graph cannot wait for what another began."""
-        runner, prefix = engine.runners[0], torch.cuda.CUDAGraph()
+        runner = engine.runners[0]
         if runner.watched is not None:
             runner.watched.clear()
-        with torch.cuda.graph(prefix, capture_error_mode="thread_local"):
-            environment = runner.given(engine.inputs(self.static_rows[id(engine)], runner, self.seed_of_step()))
+        environment: Environment = {}
+        received: set[str] = set()
+
+        def warm_up() -> None:
+            environment.update(runner.given(engine.inputs(self.static_rows[id(engine)], runner, self.seed_of_step())))
             finished(runner.warm_up(environment, self.count))
-            received = frozenset(runner.transport.join())
-        with torch.cuda.graph(graph, pool=prefix.pool(), capture_error_mode="thread_local"):
+            received.update(runner.transport.join())
+
+        def complete() -> None:
             self.losses = finished(runner.complete(environment, self.count))
-        assert runner.loss is not None, "such programs return the loss"
-        return Capture(graph, runner.loss, prefix, received, tuple(runner.watched or ()))
+
+        prefix = self.part(warm_up)
+        whole = self.part(complete, after=prefix)
+        return Capture(whole, engine.batch_loss, prefix, frozenset(received), tuple(runner.watched or ()))
 
 
 def finished(run: Generator[Wait, None, T]) -> T:

@@ -4,35 +4,73 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Collection, Iterable
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zbfx._torch import group_store, join_shards, sum_shards
-from zbfx.errors import PipelineFault
+from zbfx.errors import PipelineFault, ZbfxError, listed
+from zbfx.overdue import Overdue
 from zbfx.place import Place
-from zbfx.together import waiting
+from zbfx.together import exchange, waiting
 
+if TYPE_CHECKING:
+    from zbfx.copies import Line
+
+Pair = tuple[int, int]  # ranks: source, target
+Lines = dict[Pair, "Line"]
+
+TRANSPORTS = ("auto", "copies", "group")
 NCCL_BLOCKS = 2  # thread blocks per communicator: enough to hide a message behind an action
 NCCL_REDUCTION_BLOCKS = 8  # of a communicator that reduces gradients beside the last Ws
 FAULT_KEY = "fault"
 FAULT_GRACE = timedelta(seconds=3)  # how long a rank that lost a connection waits for the reason
 
 
-def new_group(
-    processes: Iterable[int], timeout: timedelta, device: torch.device, blocks: int = NCCL_BLOCKS
-) -> dist.ProcessGroup:
+def checked_transport(transport: str, device: torch.device) -> str:
+    if transport not in TRANSPORTS:
+        raise ZbfxError(f"transport is one of {', '.join(TRANSPORTS)}; found {transport!r}")
+    if transport == "copies" and device.type != "cuda":
+        raise ZbfxError(f"transport='copies' needs CUDA devices; found {device}. Use 'auto'")
+    return transport
+
+
+def shared(device: torch.device) -> bool:
+    """Whether any processes share a GPU, which NCCL refuses. Collective over all processes."""
+    everywhere = exchange("bind (devices)", str(torch.cuda.get_device_properties(device).uuid))
+    return len(set(everywhere)) < len(everywhere)
+
+
+def lines_between(pairs: Sequence[Pair], place: Place, device: torch.device) -> tuple[Lines, set[Pair]]:
+    """This process's lines for those pairs that can have them in every pipeline, and these pairs. Collective over all
+    processes."""
+    if device.type != "cuda":
+        return {}, set()
+    try:
+        from zbfx.copies import open_lines
+    except ImportError:  # the driver's bindings come with PyTorch's wheels, not with every build
+        return {}, set()
+    return open_lines(pairs, place, device)
+
+
+class Transfer(Protocol):
+    """A tensor on its way."""
+
+    def wait(self) -> Any: ...
+
+
+def new_group(processes: Iterable[int], timeout: timedelta, backend: str, blocks: int) -> dist.ProcessGroup:
     """A process group; every process of the world calls this, member or not.
 
     A receive that waits keeps its thread blocks spinning on the device: NCCL gets few of them, and a stream whose
     kernels start ahead of queued compute.
     """
-    if device.type != "cuda":
+    if backend == "gloo":
         return dist.new_group(sorted(processes), timeout=timeout, backend="gloo")
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = blocks
@@ -40,27 +78,31 @@ def new_group(
 
 
 class Channels:
-    """The process groups of one pipeline: one for each direction of each pair of ranks, one of all its ranks, and,
-    where it has replicas, one of all processes of all replicas (`family`) and one of this rank's in each (`peers`).
+    """The process groups of one pipeline: one of all its ranks, and, where it has replicas, one of all processes of all
+    replicas (`family`) and one of this rank's in each (`peers`); and for each direction of each pair of ranks a line
+    (`zbfx.copies`) where their GPUs reach each other's memory, a process group elsewhere.
 
-    Every process of the world creates the groups of all pipelines, in one order. `open` creates and warms the groups
-    of the pairs, by every rank in the same order: communicators that are created lazily, inside a running pipeline,
+    Every process of the world creates the groups of all pipelines, in one order. `open` creates and warms what connects
+    the pairs, by every rank in the same order: communicators that are created lazily, inside a running pipeline,
     deadlock as soon as receives are posted ahead.
     """
 
-    def __init__(self, place: Place, device: torch.device, timeout: timedelta) -> None:
-        self.place, self.device, self.timeout = place, device, timeout
+    def __init__(self, place: Place, device: torch.device, timeout: timedelta, transport: str = "auto") -> None:
+        self.place, self.device, self.timeout, self.transport = place, device, timeout, transport
+        self.backend = "gloo" if device.type != "cuda" or shared(device) else "nccl"
         self.group = self.own_group(place.pipelines())
         self.family, self.peers, self.control = self.group, None, None
         if len(place.replicas) > 1:
             self.family = self.own_group(p for family in place.families for p in [[d for r in family for d in r]])
             lines = [line for family in place.families for line in zip(*family, strict=True)]
             self.peers = self.own_group(lines, NCCL_REDUCTION_BLOCKS)
-            self.control = self.own_group(lines, device=torch.device("cpu"))
+            self.control = self.own_group(lines, backend="gloo")
             self.sum_over_replicas(torch.zeros(1, device=device)).wait()
         self.store = group_store(self.family)
-        self.pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
-        self.opened: set[tuple[int, int]] = set()  # of all ranks, the same on each
+        self.overdue = Overdue(self.name, timeout, self.known_fault, self.mark) if device.type == "cuda" else None
+        self.pairs: dict[Pair, dist.ProcessGroup] = {}
+        self.lines: Lines = {}
+        self.opened: set[Pair] = set()  # of all ranks, the same on each
 
     @property
     def rank(self) -> int:
@@ -70,35 +112,63 @@ class Channels:
     def name(self) -> str:
         return self.place.name
 
-    def own_group(
-        self, parties: Iterable[Iterable[int]], blocks: int = NCCL_BLOCKS, device: torch.device | None = None
-    ) -> Any:
+    def own_group(self, parties: Iterable[Iterable[int]], blocks: int = NCCL_BLOCKS, backend: str | None = None) -> Any:
         """Create the group of each party, all processes alike; returns that of this process, None if it has none."""
         own = None
         for party in map(sorted, parties):
-            group = new_group(party, self.timeout, device or self.device, blocks)
+            group = new_group(party, self.timeout, backend or self.backend, blocks)
             own = group if dist.get_rank() in party else own
         return own
 
-    def open(self, pairs: Collection[tuple[int, int]]) -> None:
+    def open(self, pairs: Collection[Pair]) -> None:
         """Open a channel for each (source, target) that has none; the ranks must agree on `pairs`, or they wait for
         each other."""
-        for source, target in sorted(set(pairs) - self.opened):
-            self.opened.add((source, target))
-            group = self.own_group((pipeline[source], pipeline[target]) for pipeline in self.place.pipelines())
+        new = sorted(set(pairs) - self.opened)
+        self.opened.update(new)
+        lined = self.open_lines(new) if new else set()
+        for source, target in new:
+            if (source, target) not in lined:
+                group = self.own_group((pipeline[source], pipeline[target]) for pipeline in self.place.pipelines())
+                if self.rank in (source, target):
+                    self.pairs[source, target] = group
             if self.rank in (source, target):
-                self.pairs[source, target] = group
                 self.copy(torch.zeros(1, device=self.device), source, target)
 
-    def isend(self, value: Tensor, target: int) -> dist.Work:
+    def open_lines(self, pairs: Sequence[Pair]) -> set[Pair]:
+        """Open lines for those pairs that can have them, and return these."""
+        if self.transport == "group":
+            return set()
+        own, lined = lines_between(pairs, self.place, self.device)
+        self.lines |= own
+        if self.transport == "copies" and len(lined) < len(pairs):
+            apart = listed(f"{source} and {target}" for source, target in sorted(set(pairs) - lined))
+            raise ZbfxError(
+                f"transport='copies' needs GPUs of one host that reach each other's memory; found ranks {apart} that "
+                f"do not. Use transport='auto', and show every process all GPUs (no CUDA_VISIBLE_DEVICES of its own)"
+            )
+        return lined
+
+    def isend(self, value: Tensor, target: int) -> Transfer:
+        if (self.rank, target) in self.lines:
+            return self.lines[self.rank, target].transfer(value)
         work = dist.isend(value, dst=self.place.processes[target], group=self.pairs[self.rank, target])
         assert work is not None, "this process is one of the two"
         return work
 
-    def irecv(self, value: Tensor, source: int) -> dist.Work:
+    def irecv(self, value: Tensor, source: int) -> Transfer:
+        if (source, self.rank) in self.lines:
+            return self.lines[source, self.rank].transfer(value)
         work = dist.irecv(value, src=self.place.processes[source], group=self.pairs[source, self.rank])
         assert work is not None, "this process is one of the two"
         return work
+
+    @contextmanager
+    def lines_used(self) -> Iterator[list[Line]]:
+        """Lists the lines on which anything is sent or received in here, once it is over."""
+        before = {pair: line.transfers for pair, line in self.lines.items()}
+        used: list[Line] = []
+        yield used
+        used += [line for pair, line in self.lines.items() if line.transfers > before.get(pair, 0)]
 
     def copy(self, value: Tensor, source: int, target: int) -> None:
         """Overwrite `value` on rank `target` with that of rank `source`, bytes as they are; both call it."""
@@ -178,16 +248,29 @@ class Channels:
             return False
         return True
 
-    def refused_by_all(self, step: int) -> bool:
-        """Called by a rank that refuses its batch: whether all ranks do, within a few seconds."""
-        key = f"refused {step}"
+    def step(self) -> AbstractContextManager[None]:
+        """Enter what the device must get through within the timeout, or this process ends (`zbfx.overdue`)."""
+        return nullcontext() if self.overdue is None else self.overdue.step()
+
+    def mark(self) -> torch.cuda.Event:
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def known_fault(self) -> str | None:
+        """The first failure of all ranks, if one is known."""
+        with suppress(Exception):  # the process that holds the store is gone
+            if self.store.check([FAULT_KEY]):
+                return self.store.get(FAULT_KEY).decode()
+        return None
+
+    def all_arrive(self, place: str) -> bool:
+        """Whether all ranks call this for the same place, within a few seconds."""
         everyone = len(self.place.names())
         deadline = time.monotonic() + FAULT_GRACE.total_seconds()
-        refusals = self.store.add(key, 1)
-        while refusals < everyone and time.monotonic() < deadline:
+        arrived = self.store.add(place, 1)
+        while arrived < everyone and time.monotonic() < deadline:
             time.sleep(0.02)
-            refusals = self.store.add(key, 0)
-        return refusals >= everyone
+            arrived = self.store.add(place, 0)
+        return arrived >= everyone
 
     def fail(self, error: BaseException) -> str:
         """Tell the other ranks why this one fails, or learn why they do, and close all connections: ranks that wait
@@ -196,11 +279,18 @@ class Channels:
             str(error) if isinstance(error, PipelineFault) else f"{self.name}: {type(error).__name__}: {error}"
         )
         traceback.clear_frames(error.__traceback__)  # pending operations in their locals keep connections open
+        self.lines.clear()  # not their memory: others may still write to it
         self.close()
         return first
 
     def close(self) -> None:
         """Close all connections."""
+        if self.overdue is not None:
+            self.overdue.close()
+        if self.lines and self.all_arrive("the end"):
+            for line in self.lines.values():
+                line.close()
+        self.lines.clear()
         groups = [*self.pairs.values(), self.group, self.peers, self.control, self.family] if self.are_open() else []
         for group in dict.fromkeys(group for group in groups if group is not None):
             dist.destroy_process_group(group)

@@ -18,7 +18,7 @@ from zbfx.together import waiting
 
 if TYPE_CHECKING:
     from zbfx.batch import TensorSpec
-    from zbfx.channels import Channels
+    from zbfx.channels import Channels, Transfer
     from zbfx.messages import Message, TensorLayout
 
 
@@ -237,8 +237,8 @@ class GroupTransport:
 
     messages: Mapping[str, Message]
     channels: Channels
-    posted: dict[str, tuple[list[dist.Work], tuple[Tensor, ...]]] = field(default_factory=dict)
-    sent: dict[str, list[tuple[dist.Work, Tensor]]] = field(default_factory=dict)
+    posted: dict[str, tuple[list[Transfer], tuple[Tensor, ...]]] = field(default_factory=dict)
+    sent: dict[str, list[tuple[Transfer, Tensor]]] = field(default_factory=dict)
     reducing: dict[str, dist.Work] = field(default_factory=dict)
     gathering: dict[str, dist.Work] = field(default_factory=dict)
     sharded: Collection[str] = ()  # the buckets of which each replica needs a part of the sum alone
@@ -309,7 +309,7 @@ class GroupTransport:
         self.finish()
         return set(self.posted)
 
-    def wait(self, work: dist.Work, what: str) -> None:
+    def wait(self, work: Transfer, what: str) -> None:
         with waiting(self.name, what):
             work.wait()
 

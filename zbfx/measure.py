@@ -1,15 +1,13 @@
-"""Costs taken on the device: of single nodes (for the partition), of whole phases and of messages (for the plan).
+"""Costs taken on the device: of single nodes (for the partition) and of whole phases (for the plan).
 
 All ranks measure at the same time, each its own stages, and share the results: every rank plans from the same numbers.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -17,20 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from zbfx.boxed import Boxed
-from zbfx.channels import Channels
-from zbfx.clock import TIMINGS, WARM_UP_S, call_s, most_bytes, side_by_side, sustained_s
-from zbfx.cost import Hardware, Link, estimate, node_s
+from zbfx.clock import WARM_UP_S, call_s, most_bytes, side_by_side, sustained_s
+from zbfx.cost import Hardware, estimate, node_s
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Joint, Phase, Stage
 from zbfx.lifetimes import CUDA_GRANULE, call_effect, lifetimes, transient_bytes
+from zbfx.links import measured_edges
 from zbfx.passes.nodes import is_view
-from zbfx.plan import CostTable, Edge, Kind, StageCost
+from zbfx.plan import CostTable, Kind, StageCost
 from zbfx.rng import undisturbed
-from zbfx.together import exchange, from_rank, waiting
+from zbfx.together import exchange, from_rank
 
 BESIDE = "W beside B"
-MESSAGES = "compile (seconds of messages)"
-LINK_BYTES = 2**24  # of the large sum that a link is timed with
 
 
 def node_timer(
@@ -139,7 +135,7 @@ def measured_costs(
     if distributed:
         everywhere = exchange("compile (costs of stages)", found)
         found = {index: measured for part in everywhere[:ranks] for index, measured in part.items()}
-        edges = tuple(measured_edge(edge, stages, placement, conditions.device) for edge in edges)
+        edges = measured_edges(edges, stages, placement, conditions.device)
     known = tuple(with_hidden_bytes(s, found[s.index].hidden_bytes) for s in stages)
     costs = tuple(replace(found[s.index].cost, transient_bytes=transient_bytes(s)) for s in known)
     return known, replace(table, stages=costs, edges=edges)
@@ -210,73 +206,3 @@ def measured_beside_s(
     forward = {str(Kind.F): calls[Kind.F]} if Kind.F in calls else {}
     mixed = sustained_s({**forward, BESIDE: pair}, device, conditions.warm_up_s)
     return sum(mixed.values()) - (seconds[Kind.F] if forward else 0.0)
-
-
-def measured_edge(edge: Edge, stages: Sequence[Stage], placement: Sequence[int], device: torch.device) -> Edge:
-    """Round trips of the edge's messages between its two ranks; every rank calls this in the same order."""
-    low, high = placement[edge.source], placement[edge.target]
-    if low == high:
-        return edge
-
-    def one_way_s(source: int, target: int, estimated_s: Any) -> float | None:
-        if estimated_s is None:
-            return None
-        sender, receiver = placement[source], placement[target]
-        payload = torch.empty(message_bytes(stages, source, target), dtype=torch.uint8, device=device)
-        with waiting(f"rank {dist.get_rank()}, {MESSAGES}", f"rank {sender} or {receiver}, which"):
-            return transfer_s(sender, receiver, payload)
-
-    forward_s = one_way_s(edge.source, edge.target, edge.forward_s)
-    backward_s = one_way_s(edge.target, edge.source, edge.backward_s)
-    found = from_rank(high, MESSAGES, (forward_s, backward_s))
-    return replace(edge, forward_s=found[0], backward_s=found[1])
-
-
-def measured_link(channels: Channels) -> Link:
-    """Sums over the replicas timed on this machine, small and large, all ranks at once: the slowest rank's figures."""
-    replicas, device = len(channels.place.replicas), channels.device
-
-    def seconds(size: int) -> float:
-        payload = torch.zeros(size, dtype=torch.uint8, device=device)
-        found = []
-        for _ in range(TIMINGS + 2):
-            channels.barrier()
-            start = time.perf_counter()
-            channels.sum_over_replicas(payload).wait()
-            if payload.is_cuda:
-                torch.cuda.synchronize()
-            found.append(time.perf_counter() - start)
-        return median(found[2:])
-
-    small_s, large_s = seconds(1), seconds(LINK_BYTES)
-    own = (small_s, 2 * (replicas - 1) / replicas * LINK_BYTES / max(large_s - small_s, 1e-9))
-    everywhere = channels.gather(own)
-    return Link(max(latency for latency, _ in everywhere), min(rate for _, rate in everywhere), replicas)
-
-
-def message_bytes(stages: Sequence[Stage], source: int, target: int) -> int:
-    stage = stages[target]
-    names = {name for phase in stage.phases.values() for name in phase.values if stage.origins[name][0] == source}
-    return stage.stored_bytes(names)
-
-
-def transfer_s(sender: int, receiver: int, payload: Tensor) -> float:
-    """Half of the median round trip of a payload (the second rank's figure counts); 0 on other ranks."""
-    if dist.get_rank() not in (sender, receiver):
-        return 0.0
-    other = receiver if dist.get_rank() == sender else sender
-    seconds = []
-    for _ in range(TIMINGS + 2):
-        if payload.is_cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        if dist.get_rank() == sender:
-            dist.send(payload, dst=other)
-            dist.recv(payload, src=other)
-        else:
-            dist.recv(payload, src=other)
-            dist.send(payload, dst=other)
-        if payload.is_cuda:
-            torch.cuda.synchronize()
-        seconds.append((time.perf_counter() - start) / 2)
-    return median(seconds[2:])

@@ -24,6 +24,7 @@ from zbfx.plan import Action, Kind, Schedule, parts
 from zbfx.together import exchange
 from zbfx.walk import Moment, Walk, called, live_at, strides_of
 
+CONNECTIONS_BYTES = 2**28  # of a GPU, for inboxes and NCCL's buffers, which come after the plan
 ADAM_SLOTS = 2.0
 
 
@@ -128,7 +129,7 @@ class Predictor:
 def free_bytes(device: torch.device, ranks: int) -> list[float]:
     """What each rank's device has to give: free memory, which processes on one host's CPU share equally."""
     if device.type == "cuda":
-        own = float(torch.cuda.mem_get_info(device)[0])
+        own = float(torch.cuda.mem_get_info(device)[0]) - CONNECTIONS_BYTES
     else:
         pages = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
         assert pages is not None, "Linux says how much memory is available"

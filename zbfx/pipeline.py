@@ -31,7 +31,7 @@ from zbfx.batch import Signature
 from zbfx.bind import agree, move_to, refuse_other_values
 from zbfx.boxed import Compiler
 from zbfx.chain import chain_of, loss_layout, loss_rank
-from zbfx.channels import Channels
+from zbfx.channels import Channels, checked_transport
 from zbfx.clock import WARM_S, WARM_UP_S
 from zbfx.codegen import Program, generate
 from zbfx.comm import Mailbox
@@ -42,6 +42,7 @@ from zbfx.fit import Forms, Request, fit
 from zbfx.flat import Shards
 from zbfx.graphs import Joint, Stage
 from zbfx.guard import Guard
+from zbfx.links import measured_link
 from zbfx.loss import Reduction, separate_count
 from zbfx.memory import ADAM_SLOTS, MemoryReport, Predictor, RankMemory, Setting, free_bytes
 from zbfx.messages import SharedGradient, buffer_holders, messages_of, parameter_holders, shared_gradients
@@ -306,6 +307,7 @@ class Pipeline:
         on_nonfinite: str = "keep",
         on_new_shape: str = "refuse",
         zero: int = 0,
+        transport: str = "auto",
     ) -> RankStep:
         """This process's part of the pipeline, over torch.distributed (call `init_process_group` first).
 
@@ -324,12 +326,18 @@ class Pipeline:
         flat shards then, for an optimizer that works element by element, and the model's own parameters have their new
         values once the next step, or `step.collect()`, has collected them.
 
+        `transport` says how messages travel between ranks: "copies", by the copy engines of GPUs of one host, into
+        inboxes of 32 MiB for each rank that sends to this one; "group", by torch.distributed (NCCL, gloo); "auto",
+        copies between all ranks that can. On GPUs a step whose other ranks fail, or keep it waiting for longer than
+        `timeout_s`, ends this process: nothing else ends a wait of the device.
+
         Raises `ZbfxError` if torch.distributed is not initialised, has another number of ranks, or if plans or the
         values of replicas differ.
         """
 
         def prepared() -> tuple[Place, StepOptions]:
             finite_number("timeout_s", timeout_s, "how many seconds to wait for another rank", above_zero=True)
+            checked_transport(transport, self.device)
             place = find_place(len(self.programs), rank_or_mesh)
             replicas = len(place.replicas)
             if self.reductions and replicas == 1:
@@ -346,12 +354,13 @@ class Pipeline:
             "on_nonfinite": on_nonfinite,
             "on_new_shape": on_new_shape,
             "zero": zero,
+            "transport": transport,
         }
         place, options = on_all_ranks("bind", prepared, asked)
         replicas = len(place.replicas)
         with waiting(place.name, "the other ranks in bind, one of which"):
-            channels = Channels(place, self.device, timedelta(seconds=timeout_s))
-        link = measure.measured_link(channels) if self.setting.measured and replicas > 1 else None
+            channels = Channels(place, self.device, timedelta(seconds=timeout_s), transport)
+        link = measured_link(channels) if self.setting.measured and replicas > 1 else None
         pipe = replicated(self, replicas, link)
         with waiting(place.name, "the other ranks in bind, one of which"):
             return (sharded(pipe) if zero else pipe).bind_to(channels, options)

@@ -74,7 +74,7 @@ class RankStep(Step):
             return batch
         except InputError as error:
             self.refusals += 1
-            if not self.channels.refused_by_all(self.refusals):
+            if not self.channels.all_arrive(f"refused {self.refusals}"):
                 # The other ranks took their batches and wait for this one: they must hear of it.
                 self.engine.runners[0].transport.drop()
                 self.fault = self.channels.fail(error)
@@ -142,7 +142,8 @@ class RankStep(Step):
     def guarded(self, work: Callable[[], T], engine: Engine | None = None) -> T:
         self.refuse_ended()
         try:
-            return work()
+            with self.channels.step():
+                return work()
         except BaseException as error:
             (engine or self.engine).runners[0].transport.drop()
             self.fault = self.channels.fail(error)
