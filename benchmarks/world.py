@@ -39,7 +39,7 @@ class World:
         rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         if kind == "cuda":
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
             torch.cuda.set_device(device)
         else:
             device = torch.device("cpu")
@@ -60,8 +60,10 @@ class World:
 
     @contextmanager
     def process_group(self, key: str, timeout_s: float) -> Iterator[None]:
-        """A default process group of its own, gone with everything made from it at the end."""
-        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        """A default process group of its own, gone with everything made from it at the end. Where ranks share GPUs,
+        for a dry run, it is without NCCL."""
+        nccl = self.device.type == "cuda" and self.ranks <= torch.cuda.device_count()
+        backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
         dist.init_process_group(
             backend,
             store=dist.PrefixStore(f"group/{key}", self.store),

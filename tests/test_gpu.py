@@ -47,9 +47,10 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-def test_schedules_backends_and_transports_agree(tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", [2, 4])
+def test_schedules_backends_and_transports_agree(tmp_path: Path, world: int) -> None:
     """Whatever rank holds a parameter under a placement, its gradient is the one of 1F1B in one process."""
-    ranks = launch(2, "equal", tmp_path)
+    ranks = launch(world, "equal", tmp_path)
     expected = ranks[0]["one process"]
     for case in ranks[0]:
         found = {name: value for rank in ranks for name, value in rank[case].items()}
