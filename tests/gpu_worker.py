@@ -29,7 +29,8 @@ from zbfx.copies import INBOX_BYTES, SLOT_BYTES, open_lines
 from zbfx.place import find_place
 
 SMALL = GPTConfig(layers=6, hidden=256, heads=4, sequence=128, vocabulary=512)
-STEADY = GPTConfig(layers=4, hidden=1024, heads=16, sequence=512, vocabulary=2048)
+# Large enough for the device to be what steps wait for: the host pauses for some ms now and then.
+STEADY = GPTConfig(layers=4, hidden=2048, heads=16, sequence=1024, vocabulary=2048)
 MICROBATCHES = 6
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "interleaved-1f1b")
 
@@ -105,7 +106,7 @@ def plain(device: torch.device) -> dict[str, Tensor]:
 
 def steady(device: torch.device) -> dict[str, dict[str, Any]]:
     """200 steps with each backend, NCCL as it comes: step times, and memory after 20 steps and at the end."""
-    model, batch = model_and_batch(STEADY, 8, device)
+    model, batch = model_and_batch(STEADY, 32, device)
     found = {}
     for backend in zbfx.backends.BACKENDS:
         pipe = compiled(model, batch, 4, schedule="zb-2p", backend=backend)

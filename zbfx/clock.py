@@ -15,8 +15,8 @@ from zbfx.streams import second_stream
 
 REPETITIONS = 8  # calls per timing, back to back
 TIMINGS = 5  # of which the median counts
-WARM_UP_S = 2.0  # a GPU lowers its clock within this time of full load
-WARM_S = 0.5  # enough on one that was under load a moment ago
+LOAD_S = 3.5  # half of it warms up: under full load a GPU lowers its clock, and then moves it up and down for seconds
+SHORT_LOAD_S = 1.5  # enough on one that was under load a moment ago
 
 Call = Callable[[], Any]
 
@@ -65,15 +65,15 @@ def graph_s(call: Call) -> float:
     return median(a.elapsed_time(b) / 1e3 / REPETITIONS for a, b in pairwise(marks))
 
 
-def sustained_s(calls: Mapping[str, Call], device: torch.device, warm_up_s: float) -> dict[str, float]:
-    """Median seconds of each call, all of them in turn, the first `warm_up_s` left out on a GPU."""
+def sustained_s(calls: Mapping[str, Call], device: torch.device, load_s: float) -> dict[str, float]:
+    """Median seconds of each call, all of them in turn; on a GPU for `load_s`, of which the second half counts."""
     if device.type != "cuda":
         return {kind: process_s(call) for kind, call in calls.items()}
     graphs = {kind: captured(call, repetitions=1) for kind, call in calls.items()}
     seconds: dict[str, list[float]] = {kind: [] for kind in calls}
-    end = time.perf_counter() + warm_up_s
-    while time.perf_counter() < end or min(map(len, seconds.values()), default=TIMINGS) < TIMINGS:
-        warm = time.perf_counter() >= end
+    begun = time.perf_counter()
+    while time.perf_counter() < begun + load_s or min(map(len, seconds.values()), default=TIMINGS) < TIMINGS:
+        warm = time.perf_counter() >= begun + load_s / 2
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(graphs) + 1)]
         marks[0].record()
         for graph, mark in zip(graphs.values(), marks[1:], strict=True):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from zbfx.boxed import Boxed
-from zbfx.clock import WARM_UP_S, call_s, most_bytes, side_by_side, sustained_s
+from zbfx.clock import LOAD_S, SHORT_LOAD_S, call_s, most_bytes, side_by_side, sustained_s
 from zbfx.cost import Hardware, estimate, node_s
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Joint, Phase, Stage
@@ -42,13 +42,13 @@ def node_timer(
 
 @dataclass(frozen=True)
 class Conditions:
-    """How phases are measured: on `device`, as `compiled` runs them, after `warm_up_s` of load; with `overlap` also Ws
-    beside Bs."""
+    """How phases are measured: on `device`, as `compiled` runs them, the first stage's in `load_s` of load; with
+    `overlap` also Ws beside Bs."""
 
     device: torch.device
     compiled: Callable[[Phase], Boxed]
     overlap: bool
-    warm_up_s: float = WARM_UP_S
+    load_s: float = LOAD_S
 
 
 def cost_table(
@@ -130,7 +130,10 @@ def measured_costs(
     # With several replicas the first `ranks` processes measure for all; the others put the same load on the machine.
     distributed = dist.is_initialized() and dist.get_world_size() % ranks == 0
     own = [s for s in stages if not distributed or placement[s.index] == dist.get_rank() % ranks]
-    found = {s.index: measured_stage(s, table.stages[s.index], conditions) for s in own}
+    found = {}
+    for stage in own:
+        load_s = SHORT_LOAD_S if found else conditions.load_s
+        found[stage.index] = measured_stage(stage, table.stages[stage.index], conditions, load_s)
     edges = table.edges
     if distributed:
         everywhere = exchange("compile (costs of stages)", found)
@@ -155,7 +158,7 @@ class Measured:
 
 
 @torch.no_grad()
-def measured_stage(stage: Stage, estimated: StageCost, conditions: Conditions) -> Measured:
+def measured_stage(stage: Stage, estimated: StageCost, conditions: Conditions, load_s: float) -> Measured:
     """The stage's phases, timed in turn as a step runs them, until the device has the clock it keeps under load."""
     device = conditions.device
     calls: dict[Kind, Callable[[], Any]] = {}
@@ -165,7 +168,7 @@ def measured_stage(stage: Stage, estimated: StageCost, conditions: Conditions) -
             args = [dummy(node.meta["val"], device) if "val" in node.meta else 0 for node in inputs]
             calls[kind] = partial(keeping, conditions.compiled(phase), args)
     hidden = {kind: hidden_bytes(stage.phases[kind], call, device) for kind, call in calls.items()}
-    seconds = sustained_s({str(kind): call for kind, call in calls.items()}, device, conditions.warm_up_s)
+    seconds = sustained_s({str(kind): call for kind, call in calls.items()}, device, load_s)
     cost = replace(
         estimated,
         forward_s=seconds.get(Kind.F, 0.0),
@@ -204,5 +207,5 @@ def measured_beside_s(
         return None
     pair = partial(side_by_side, calls[Kind.W], calls[Kind.B], device)
     forward = {str(Kind.F): calls[Kind.F]} if Kind.F in calls else {}
-    mixed = sustained_s({**forward, BESIDE: pair}, device, conditions.warm_up_s)
+    mixed = sustained_s({**forward, BESIDE: pair}, device, SHORT_LOAD_S)
     return sum(mixed.values()) - (seconds[Kind.F] if forward else 0.0)

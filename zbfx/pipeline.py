@@ -32,7 +32,7 @@ from zbfx.bind import agree, move_to, refuse_other_values
 from zbfx.boxed import Compiler
 from zbfx.chain import chain_of, loss_layout, loss_rank
 from zbfx.channels import Channels, checked_transport
-from zbfx.clock import WARM_S, WARM_UP_S
+from zbfx.clock import LOAD_S, SHORT_LOAD_S
 from zbfx.codegen import Program, generate
 from zbfx.comm import Mailbox
 from zbfx.digest import digest
@@ -173,8 +173,8 @@ def compile(
 
         def at(level: Level) -> tuple[tuple[Stage, ...], CostTable]:
             graphs = extract(repeat(divided, [level] * len(placement), in_flight=stages, random=random))
-            warm_up_s = WARM_UP_S if level == levels[0] else WARM_S
-            conditions = measure.Conditions(device, compiler, overlaps, warm_up_s)
+            load_s = LOAD_S if level == levels[0] else SHORT_LOAD_S
+            conditions = measure.Conditions(device, compiler, overlaps, load_s)
             return measure.cost_table(costs, graphs, placement, hardware, conditions)
 
         return Forms(at, tuple(unsplit_notes(divided)))
