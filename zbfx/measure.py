@@ -130,7 +130,7 @@ def measured_costs(
     # With several replicas the first `ranks` processes measure for all; the others put the same load on the machine.
     distributed = dist.is_initialized() and dist.get_world_size() % ranks == 0
     own = [s for s in stages if not distributed or placement[s.index] == dist.get_rank() % ranks]
-    found = {}
+    found: dict[int, Measured] = {}
     for stage in own:
         load_s = SHORT_LOAD_S if found else conditions.load_s
         found[stage.index] = measured_stage(stage, table.stages[stage.index], conditions, load_s)
