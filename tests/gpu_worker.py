@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import zbfx
 from benchmarks.gpt import GPT, GPTConfig, next_token_loss
 from zbfx import copies
-from zbfx.copies import INBOX_BYTES, SLOT_BYTES, open_lines
+from zbfx.copies import INBOX_BYTES, SLOT_BYTES, close_lines, open_lines, room
 from zbfx.place import find_place
 
 SMALL = GPTConfig(layers=6, hidden=256, heads=4, sequence=128, vocabulary=512)
@@ -57,8 +57,11 @@ def compiled(model: GPT, batch: tuple[Tensor, Tensor], microbatches: int, **opti
 
 
 def gradients(step: Any, *batch: Tensor) -> dict[str, Tensor]:
-    """Loss and gradients of the third of three equal steps: by then every backend has captured and replayed."""
-    for _ in range(3):
+    """Loss and gradients of the third of three equal steps: by then every backend has captured and replayed. An
+    evaluation between them changes nothing."""
+    for count in range(3):
+        if count == 2:
+            step.evaluate(*batch)
         for parameter in step.parameters():
             parameter.grad = None
         loss = step(*batch)
@@ -83,6 +86,17 @@ def equal(device: torch.device) -> dict[str, dict[str, Tensor]]:
         pipe = compiled(model, batch, MICROBATCHES, schedule=schedule, backend=backend)
         for transport in transports():
             found[f"{schedule} {backend} {transport}"] = gradients(pipe.bind(transport=transport), *batch)
+    return found
+
+
+def one_microbatch(device: torch.device) -> dict[str, dict[str, Tensor]]:
+    """The same for steps of one microbatch: each rank waits for every message."""
+    torch.use_deterministic_algorithms(True)
+    model, batch = model_and_batch(SMALL, 2, device)
+    found = {"one process": gradients(compiled(model, batch, 1, schedule="1f1b").run_local(), *batch)}
+    for schedule, backend in product(("1f1b", "zb-v", "interleaved-1f1b"), ("eager", "cudagraph")):
+        pipe = compiled(model, batch, 1, schedule=schedule, backend=backend)
+        found[f"{schedule} {backend}"] = gradients(pipe.bind(), *batch)
     return found
 
 
@@ -186,7 +200,7 @@ def lines(device: torch.device) -> list[bool]:
     """Messages of all sizes, both ways at once, sent before they are received and after, out of a graph and in one."""
     sizes = [0, 1, 1000, SLOT_BYTES - 1, SLOT_BYTES, SLOT_BYTES + 1, INBOX_BYTES, 5 * SLOT_BYTES + 3]
     place = find_place(2, None)
-    own, lined = open_lines([(0, 1), (1, 0)], place, device)
+    own, lined = open_lines([(0, 1), (1, 0)], place, device, "test", room())
     assert lined == {(0, 1), (1, 0)}
     outgoing, incoming = own[place.rank, 1 - place.rank], own[1 - place.rank, place.rank]
 
@@ -222,41 +236,46 @@ def lines(device: torch.device) -> list[bool]:
         time.sleep(0.2 * ((turn + place.rank) % 2))
         graph.replay()
         results.append(equal_at_once())
-    for line in own.values():
-        line.close()
+    close_lines(list(own.values()), "test")
     return results
 
 
 def apart(device: torch.device) -> tuple[int, int]:
-    """Channels opened, and pairs that have them, where the processes think that they run on different hosts."""
-    copies.host = lambda: f"host {dist.get_rank()}"
-    own, lined = open_lines([(0, 1), (1, 0)], find_place(2, None), device)
-    return len(own), len(lined)
+    """Lines of this process, and pairs that have them, where the processes think that they run on different hosts, and
+    where they have queues for fewer."""
+    pairs, place = [(0, 1), (1, 0)], find_place(2, None)
+    few, _ = open_lines(pairs, place, device, "test", 1)
+    setattr(copies, "host", lambda: f"host {dist.get_rank()}")  # noqa: B010
+    own, lined = open_lines(pairs, place, device, "test", room())
+    return len(few) + len(own), len(lined)
 
 
 def failing(device: torch.device) -> None:
-    """Rank 1 fails in its third step, and lives on; rank 0 waits for it on its device."""
+    """Rank 1 fails in its third step, in the middle of it where actions run one by one, and lives on; rank 0 waits for
+    it on its device."""
     model, batch = model_and_batch(SMALL, MICROBATCHES * 2, device)
     backend = sys.argv[3]
     step = compiled(model, batch, MICROBATCHES, schedule="zb-h1", backend=backend).bind()
     for count in range(3):
         if count == 2 and dist.get_rank() == 1:
+            for call in step.engine.runners[0].calls[3:]:
+                call.run = lambda box: 1 / 0
             try:
-                step.guarded(lambda: 1 / 0)
+                step(*batch) if backend == "eager" else step.guarded(lambda: 1 / 0)
             except zbfx.PipelineFault:
                 time.sleep(60)
         step(*batch).item()
 
 
 def missing(device: torch.device) -> None:
-    """Rank 1 does not take part in the third step; rank 0 waits for it no longer than the timeout."""
+    """Rank 1 takes part in two steps; rank 0 queues as many as it can, and waits for rank 1 no longer than allowed."""
     model, batch = model_and_batch(SMALL, MICROBATCHES * 2, device)
     backend = sys.argv[3]
     step = compiled(model, batch, MICROBATCHES, schedule="zb-h1", backend=backend).bind(timeout_s=8.0)
-    for count in range(3):
+    for count in range(5000):
         if count == 2 and dist.get_rank() == 1:
             time.sleep(60)
-        step(*batch).item()
+        step(*batch)
 
 
 SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
@@ -264,6 +283,7 @@ SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
     "steady": steady,
     "alone": alone,
     "optimizer": optimizer,
+    "one microbatch": one_microbatch,
     "lines": lines,
     "apart": apart,
     "failing": failing,

@@ -1,11 +1,12 @@
-"""Ending a process whose device waits for ever, with marks and times of the test's own."""
+"""Ending a process whose device waits for ever, with a count of steps and with times of the test's own."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
 from datetime import timedelta
 
 import pytest
@@ -14,91 +15,108 @@ from zbfx import overdue
 from zbfx.overdue import Overdue
 
 
-class Mark:
-    """A place on a stream that the device reaches once the test says so."""
-
-    def __init__(self) -> None:
-        self.reached = False
-
-    def query(self) -> bool:
-        return self.reached
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overdue, "POLL_S", 0.01)
+    monkeypatch.setattr(overdue, "GRACE_S", 0.1)
+    monkeypatch.setattr(overdue, "LAST_WORDS_S", 0.3)
 
 
 class Watched:
-    """What a watch finds and says; `said` is set as it ends the process."""
+    """A watch over steps that the device gets through when the test says so; `said` is set as it ends the process."""
 
     def __init__(self, timeout_s: float) -> None:
-        self.marks: list[Mark] = []
+        self.done = 0
         self.failed: str | None = None
         self.reasons: list[str] = []
         self.said = threading.Event()
-        self.watch = Overdue("rank 0", timedelta(seconds=timeout_s), lambda: self.failed, self.mark, self.end)
-
-    def mark(self) -> Mark:
-        self.marks.append(Mark())
-        return self.marks[-1]
+        timeout = timedelta(seconds=timeout_s)
+        self.watch = Overdue("rank 0", timeout, "so much is allowed", lambda: self.done, lambda: self.failed, self.end)
 
     def end(self, reason: str) -> None:
         self.reasons.append(reason)
         self.said.set()
 
 
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Watched]:
-    monkeypatch.setattr(overdue, "POLL_S", 0.01)
-    monkeypatch.setattr(overdue, "GRACE_S", 0.1)
-    return Watched
-
-
-def test_a_device_that_waits_for_a_failed_rank(watched: Callable[[float], Watched]) -> None:
-    found = watched(60.0)
-    with found.watch.step():
-        pass
+def test_a_device_that_waits_for_a_failed_rank() -> None:
+    found = Watched(60.0)
+    found.watch.begin()
     assert not found.said.wait(0.3)
     found.failed = "rank 1: ZeroDivisionError"
-    assert found.said.wait(5.0)
+    assert found.said.wait(10.0)
     assert found.reasons == ["rank 0 ends, for its device waits for a rank that has failed. rank 1: ZeroDivisionError"]
 
 
-def test_a_device_that_waits_for_too_long(watched: Callable[[float], Watched]) -> None:
-    found = watched(0.4)
-    with found.watch.step():
-        pass
-    assert found.said.wait(5.0)
-    assert found.reasons == [
-        "rank 0 ends: its device has waited in a step for other ranks for 0 s. bind(timeout_s=...) allows 0.4 s; did "
-        "every rank make the same calls?"
-    ]
+def test_a_failure_elsewhere_ends_nobody_who_does_not_wait() -> None:
+    found = Watched(60.0)
+    found.failed = "rank 1: ZeroDivisionError"
+    found.watch.begin()
+    found.done = 1
+    assert not found.said.wait(0.5)
 
 
-def test_a_host_that_waits_inside_a_step(watched: Callable[[float], Watched]) -> None:
-    found = watched(0.3)
-    with found.watch.step():
-        assert found.said.wait(5.0)
+def test_a_device_that_waits_for_too_long() -> None:
+    found = Watched(0.4)
+    found.watch.begin()
+    assert found.said.wait(10.0)
+    expected = r"rank 0 ends: its device has waited for other ranks for \d+ s, and so much is allowed\. Did every .*"
+    assert re.fullmatch(expected, found.reasons[0])
 
 
-def test_many_steps_may_be_queued(watched: Callable[[float], Watched]) -> None:
+def test_many_steps_may_be_queued() -> None:
     """The timeout counts from when the device got through the step before, not from when a step was queued."""
-    found = watched(0.5)
+    found = Watched(2.0)
     for _ in range(8):
-        with found.watch.step():
-            pass
-    for mark in found.marks:
-        assert not found.said.wait(0.2)
-        mark.reached = True
-    assert not found.said.wait(1.0)
-    assert not found.watch.steps
+        found.watch.begin()
+    for done in range(1, 9):
+        assert not found.said.wait(0.4)
+        found.done = done
+    assert not found.said.wait(2.5)
 
 
-def test_a_closed_watch_says_nothing(watched: Callable[[float], Watched]) -> None:
-    found = watched(0.2)
-    with found.watch.step():
-        pass
+def test_a_closed_watch_says_nothing() -> None:
+    found = Watched(0.2)
+    found.watch.begin()
     found.watch.close()
     assert not found.said.wait(0.6)
 
 
-def test_the_process_ends() -> None:
-    code = "from zbfx.overdue import end_process; print('before', end=''); end_process('rank 0 ends'); print('after')"
+def test_a_watch_closed_while_it_asks_says_nothing() -> None:
+    found = Watched(60.0)
+    asked = threading.Event()
+
+    def slow_fault() -> str:
+        asked.set()
+        time.sleep(0.5)
+        return "rank 0: known already"
+
+    found.watch.fault = slow_fault
+    found.watch.begin()
+    assert asked.wait(10.0)
+    found.watch.close()
+    assert not found.said.wait(1.0)
+
+
+def test_a_process_that_failed_ends_if_its_device_never_does() -> None:
+    found = Watched(60.0)
+    found.watch.begin()
+    found.watch.failed("rank 0: MemoryError", lambda: False)
+    assert found.said.wait(10.0)
+    assert found.reasons == [
+        "rank 0 ends, for it has failed, and its device waits for messages to come. rank 0: MemoryError"
+    ]
+
+
+def test_a_process_that_failed_goes_on_if_its_device_does() -> None:
+    found = Watched(60.0)
+    found.watch.failed("rank 0: MemoryError", lambda: True)
+    assert not found.said.wait(0.6)
+
+
+@pytest.mark.parametrize("output", ["open", "closed"])
+def test_the_process_ends(output: str) -> None:
+    before = "print('before', end='')" if output == "open" else "sys.stdout.close()"
+    code = f"import sys; from zbfx.overdue import end_process; {before}; end_process('rank 0 ends'); print('after')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (1, "before", "zbfx: rank 0 ends\n")
+    printed = "before" if output == "open" else ""
+    assert (done.returncode, done.stdout, done.stderr) == (1, printed, "zbfx: rank 0 ends\n")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from zbfx.copies import Line
 from zbfx.engine import Engine, take_turns
 from zbfx.errors import ZbfxError
 from zbfx.rank_step import RankStep
@@ -23,7 +24,6 @@ from zbfx.run import Environment, Wait, restore
 from zbfx.variants import FORWARD
 
 if TYPE_CHECKING:
-    from zbfx.copies import Line
     from zbfx.pipeline import Pipeline
 
 T = TypeVar("T")
@@ -46,16 +46,18 @@ class Part:
     """A CUDA graph, and the lines to other ranks that it works on."""
 
     graph: torch.cuda.CUDAGraph
+    device: torch.device
     lines: Sequence[Line]
 
     def replay(self) -> None:
         """After what was begun on its lines outside of graphs, and before what will be: a line does one thing at a
         time."""
+        current = torch.cuda.current_stream(self.device)
         for line in self.lines:
-            torch.cuda.current_stream().wait_stream(line.stream)
+            current.wait_stream(line.stream)
         self.graph.replay()
         for line in self.lines:
-            line.stream.wait_stream(torch.cuda.current_stream())
+            line.stream.wait_stream(current)
 
 
 @dataclass
@@ -148,7 +150,7 @@ class CapturedStep(RankStep):
             torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
         ):
             run()
-        return Part(graph, lines)
+        return Part(graph, self.channels.device, lines)
 
     def capture_parts(self, engine: Engine) -> Capture:
         """The prefix as a graph of its own, which may be replayed twice, and the rest. All that the prefix sends or has

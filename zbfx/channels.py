@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zbfx._torch import group_store, join_shards, sum_shards
+from zbfx.copies import OTHER_STREAMS, Line, Lines, Pair, open_lines, room
 from zbfx.errors import PipelineFault, ZbfxError, listed
-from zbfx.overdue import Overdue
+from zbfx.overdue import Overdue, Progress
 from zbfx.place import Place
 from zbfx.together import exchange, waiting
-
-if TYPE_CHECKING:
-    from zbfx.copies import Line
-
-Pair = tuple[int, int]  # ranks: source, target
-Lines = dict[Pair, "Line"]
 
 TRANSPORTS = ("auto", "copies", "group")
 NCCL_BLOCKS = 2  # thread blocks per communicator: enough to hide a message behind an action
@@ -44,18 +41,6 @@ def shared(device: torch.device) -> bool:
     """Whether any processes share a GPU, which NCCL refuses. Collective over all processes."""
     everywhere = exchange("bind (devices)", str(torch.cuda.get_device_properties(device).uuid))
     return len(set(everywhere)) < len(everywhere)
-
-
-def lines_between(pairs: Sequence[Pair], place: Place, device: torch.device) -> tuple[Lines, set[Pair]]:
-    """This process's lines for those pairs that can have them in every pipeline, and these pairs. Collective over all
-    processes."""
-    if device.type != "cuda":
-        return {}, set()
-    try:
-        from zbfx.copies import open_lines
-    except ImportError:  # the driver's bindings come with PyTorch's wheels, not with every build
-        return {}, set()
-    return open_lines(pairs, place, device)
 
 
 class Transfer(Protocol):
@@ -99,7 +84,12 @@ class Channels:
             self.control = self.own_group(lines, backend="gloo")
             self.sum_over_replicas(torch.zeros(1, device=device)).wait()
         self.store = group_store(self.family)
-        self.overdue = Overdue(self.name, timeout, self.known_fault, self.mark) if device.type == "cuda" else None
+        self.progress, self.overdue = None, None
+        if device.type == "cuda":
+            allowed = f"bind(timeout_s=...) allows {timeout.total_seconds():g} s for a step, compiling included"
+            self.progress = Progress(device)
+            self.overdue = Overdue(self.name, timeout, allowed, self.progress, partial(known_fault, self.store))
+            weakref.finalize(self, self.overdue.close)
         self.pairs: dict[Pair, dist.ProcessGroup] = {}
         self.lines: Lines = {}
         self.opened: set[Pair] = set()  # of all ranks, the same on each
@@ -136,15 +126,20 @@ class Channels:
 
     def open_lines(self, pairs: Sequence[Pair]) -> set[Pair]:
         """Open lines for those pairs that can have them, and return these."""
-        if self.transport == "group":
+        if self.device.type != "cuda":
             return set()
-        own, lined = lines_between(pairs, self.place, self.device)
+        own: Lines = {}
+        lined: set[Pair] = set()
+        if self.transport != "group":
+            own, lined = open_lines(pairs, self.place, self.device, "bind", room() - len(self.lines))
         self.lines |= own
-        if self.transport == "copies" and len(lined) < len(pairs):
-            apart = listed(f"{source} and {target}" for source, target in sorted(set(pairs) - lined))
+        apart = listed(f"{source} and {target}" for source, target in sorted(set(pairs) - lined))
+        if apart and (self.transport == "copies" or self.backend == "gloo"):
+            why = "NCCL takes one process for each GPU" if self.backend == "gloo" else "transport='copies'"
             raise ZbfxError(
-                f"transport='copies' needs GPUs of one host that reach each other's memory; found ranks {apart} that "
-                f"do not. Use transport='auto', and show every process all GPUs (no CUDA_VISIBLE_DEVICES of its own)"
+                f"{why}: messages are copies then. They need processes of one host that reach each other's memory, the "
+                f"driver's bindings (cuda-bindings), and CUDA_DEVICE_MAX_CONNECTIONS, 8 by default, of {OTHER_STREAMS} "
+                f"and one for each way between a rank and others; found ranks {apart} without"
             )
         return lined
 
@@ -169,6 +164,12 @@ class Channels:
         used: list[Line] = []
         yield used
         used += [line for pair, line in self.lines.items() if line.transfers > before.get(pair, 0)]
+
+    def abandon(self, values: Iterable[Tensor]) -> None:
+        """Nobody will wait for what was to happen to these values: their memory is used anew only once it has."""
+        for value in values:
+            for line in self.lines.values():
+                value.record_stream(line.stream)
 
     def copy(self, value: Tensor, source: int, target: int) -> None:
         """Overwrite `value` on rank `target` with that of rank `source`, bytes as they are; both call it."""
@@ -248,38 +249,40 @@ class Channels:
             return False
         return True
 
-    def step(self) -> AbstractContextManager[None]:
-        """Enter what the device must get through within the timeout, or this process ends (`zbfx.overdue`)."""
-        return nullcontext() if self.overdue is None else self.overdue.step()
-
-    def mark(self) -> torch.cuda.Event:
-        return torch.cuda.current_stream(self.device).record_event()
-
-    def known_fault(self) -> str | None:
-        """The first failure of all ranks, if one is known."""
-        with suppress(Exception):  # the process that holds the store is gone
-            if self.store.check([FAULT_KEY]):
-                return self.store.get(FAULT_KEY).decode()
-        return None
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """What the device must get through within the timeout, or this process ends (`zbfx.overdue`)."""
+        if self.overdue is not None:
+            self.overdue.begin()
+        yield
+        if self.progress is not None:
+            self.progress.advance()
 
     def all_arrive(self, place: str) -> bool:
         """Whether all ranks call this for the same place, within a few seconds."""
         everyone = len(self.place.names())
         deadline = time.monotonic() + FAULT_GRACE.total_seconds()
-        arrived = self.store.add(place, 1)
-        while arrived < everyone and time.monotonic() < deadline:
-            time.sleep(0.02)
-            arrived = self.store.add(place, 0)
-        return arrived >= everyone
+        with suppress(Exception):  # the process that holds the store is gone
+            arrived = self.store.add(place, 1)
+            while arrived < everyone and time.monotonic() < deadline:
+                time.sleep(0.02)
+                arrived = self.store.add(place, 0)
+            return arrived >= everyone
+        return False
 
     def fail(self, error: BaseException) -> str:
         """Tell the other ranks why this one fails, or learn why they do, and close all connections: ranks that wait
         for this one fail at once. Returns the first failure of all ranks."""
+        if self.overdue is not None:
+            self.overdue.close()
         first = self.first_fault(
             str(error) if isinstance(error, PipelineFault) else f"{self.name}: {type(error).__name__}: {error}"
         )
         traceback.clear_frames(error.__traceback__)  # pending operations in their locals keep connections open
-        self.lines.clear()  # not their memory: others may still write to it
+        lines, self.lines = self.lines, {}  # others may still write to their memory: it stays
+        if lines and self.overdue is not None:
+            with suppress(Exception):  # a device that is broken for good waits for nothing
+                self.overdue.failed(first, drained(lines.values()))
         self.close()
         return first
 
@@ -287,10 +290,12 @@ class Channels:
         """Close all connections."""
         if self.overdue is not None:
             self.overdue.close()
-        if self.lines and self.all_arrive("the end"):
-            for line in self.lines.values():
-                line.close()
-        self.lines.clear()
+        lines, self.lines = self.lines, {}
+        for line in lines.values():
+            line.disconnect()
+        if lines and self.all_arrive("the end"):
+            for line in lines.values():
+                line.free()
         groups = [*self.pairs.values(), self.group, self.peers, self.control, self.family] if self.are_open() else []
         for group in dict.fromkeys(group for group in groups if group is not None):
             dist.destroy_process_group(group)
@@ -307,3 +312,19 @@ class Channels:
             return self.store.compare_set(FAULT_KEY, "", own).decode()
         except Exception:
             return own  # the process that holds the store is gone
+
+
+def known_fault(store: dist.Store) -> str | None:
+    """The first failure of all ranks, if one is known."""
+    try:
+        return store.get(FAULT_KEY).decode() if store.check([FAULT_KEY]) else None
+    except Exception:
+        return "the process that holds the store of torch.distributed has ended"
+
+
+def drained(lines: Collection[Line]) -> Callable[[], bool]:
+    """Tells later, without asking the device, whether lines have done all that they have to do now."""
+    words = torch.zeros(len(lines), dtype=torch.int32, pin_memory=True)
+    for word, line in zip(words, lines, strict=True):
+        line.note(word)
+    return lambda: bool(words.all())

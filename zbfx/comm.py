@@ -315,6 +315,8 @@ class GroupTransport:
 
     def drop(self) -> None:
         """Forget what is on its way, after a failure."""
+        self.channels.abandon(value for _, values in self.posted.values() for value in values)
+        self.channels.abandon(value for sent in self.sent.values() for _, value in sent)
         self.posted.clear()
         self.sent.clear()
         self.reducing.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from statistics import median
 from typing import Any
 
@@ -12,16 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbfx.channels import Channels, Lines, lines_between
+from zbfx.channels import Channels
 from zbfx.clock import TIMINGS, graph_s
+from zbfx.copies import Lines, close_lines, open_lines, room
 from zbfx.cost import Link
 from zbfx.graphs import Stage
+from zbfx.overdue import Overdue
 from zbfx.place import Place
 from zbfx.plan import Edge
 from zbfx.together import from_rank, waiting
 
 MESSAGES = "compile (seconds of messages)"
 LARGE_BYTES = 2**24  # of the large sum that a link is timed with
+LIMIT = timedelta(minutes=5)  # for all messages of all edges
 
 
 def measured_edges(
@@ -31,10 +35,14 @@ def measured_edges(
     place = Place(((tuple(range(max(placement) + 1)),),), 0, 0, dist.get_rank())  # processes beyond look on
     between = {(placement[edge.source], placement[edge.target]) for edge in edges}
     pairs = {pair for one, other in between if one != other for pair in ((one, other), (other, one))}
-    lines, _ = lines_between(sorted(pairs), place, device)
+    if device.type != "cuda":
+        return tuple(measured_edge(edge, stages, placement, device, {}) for edge in edges)
+    lines, _ = open_lines(sorted(pairs), place, device, "compile", room())
+    overdue = Overdue(f"rank {dist.get_rank()}", LIMIT, f"compile allows {LIMIT} for messages", done=lambda: 0)
+    overdue.begin()
     measured = tuple(measured_edge(edge, stages, placement, device, lines) for edge in edges)
-    for line in lines.values():  # all ranks are through with all edges
-        line.close()
+    overdue.close()
+    close_lines(list(lines.values()), "compile")
     return measured
 
 

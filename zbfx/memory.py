@@ -127,7 +127,8 @@ class Predictor:
 
 
 def free_bytes(device: torch.device, ranks: int) -> list[float]:
-    """What each rank's device has to give: free memory, which processes on one host's CPU share equally."""
+    """What each rank's device has to give: on a GPU free memory but for its connections; free memory of a host is
+    shared equally by its processes."""
     if device.type == "cuda":
         own = float(torch.cuda.mem_get_info(device)[0]) - CONNECTIONS_BYTES
     else:

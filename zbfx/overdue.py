@@ -1,7 +1,8 @@
 """Ends a process whose GPU waits for a rank that will not come.
 
 Nothing else can: a wait inside a captured step, or for a copy, has no timeout, and the host waits for the device inside
-the driver, where neither exceptions nor Ctrl-C reach it.
+the driver, where neither exceptions nor Ctrl-C reach it. The thread that watches asks the device for nothing, for such
+calls may wait too: the device itself writes into memory of the host how far it has come.
 """
 
 from __future__ import annotations
@@ -10,96 +11,109 @@ import os
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol
+
+import torch
 
 POLL_S = 0.5
-GRACE_S = 3.0  # how long a step may take before anybody asks whether another rank has failed
+GRACE_S = 3.0  # how long a step may take once another rank is known to have failed
+LAST_WORDS_S = 30.0  # and a process that has failed itself, once its device waits for messages that nobody sends
 
 
-class Mark(Protocol):
-    """A place on a stream of the device, such as `torch.cuda.Event`."""
+class Progress:
+    """How many steps a device has got through."""
 
-    def query(self) -> bool: ...
+    def __init__(self, device: torch.device) -> None:
+        self.on_device = torch.zeros((), dtype=torch.int64, device=device)
+        self.on_host = torch.zeros((), dtype=torch.int64, pin_memory=True)
 
+    def advance(self) -> None:
+        """Count one more, once the current stream has come here."""
+        self.on_device += 1
+        self.on_host.copy_(self.on_device, non_blocking=True)
 
-@dataclass
-class Begun:
-    """A step from its start on; `end` is known once all of it is queued."""
-
-    end: Mark | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return self.end is not None and self.end.query()
+    def __call__(self) -> int:
+        return int(self.on_host)
 
 
 def end_process(reason: str) -> None:
-    sys.stdout.flush()
-    print(f"zbfx: {reason}", file=sys.stderr, flush=True)
+    with suppress(OSError, ValueError):  # nobody listens
+        sys.stdout.flush()
+    with suppress(OSError, ValueError):
+        print(f"zbfx: {reason}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
 class Overdue:
-    """Watches the steps of this process from a thread of its own. `fault()` says why another rank failed, if it did;
-    `mark()` is a place on the stream."""
+    """Watches, from a thread of its own, that the device gets through each step that the host has begun.
+
+    `done` says how many it has got through, `fault` why another rank has failed, if one is known to; `allowed` what
+    sets the timeout.
+    """
 
     def __init__(
         self,
         name: str,
         timeout: timedelta,
-        fault: Callable[[], str | None],
-        mark: Callable[[], Mark],
+        allowed: str,
+        done: Callable[[], int],
+        fault: Callable[[], str | None] = lambda: None,
         end: Callable[[str], None] = end_process,
     ) -> None:
-        self.name, self.timeout_s, self.fault, self.mark, self.end = name, timeout.total_seconds(), fault, mark, end
-        self.steps: deque[Begun] = deque()
+        self.name, self.timeout_s, self.allowed = name, timeout.total_seconds(), allowed
+        self.done, self.fault, self.end = done, fault, end
+        self.begun = 0
         self.closed = threading.Event()
-        self.thread: threading.Thread | None = None
+        self.threads: list[threading.Thread] = []
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """What is queued in here must end on the device."""
-        if self.thread is None:
-            self.thread = threading.Thread(target=self.watch, name="zbfx overdue", daemon=True)
-            self.thread.start()
-        begun = Begun()
-        self.steps.append(begun)
-        yield  # an exception is heard by all ranks, and ends the watch (`close`)
-        begun.end = self.mark()
+    def begin(self) -> None:
+        """The host begins a step."""
+        self.begun += 1
+        if not self.threads:
+            self.start(self.watch)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self.closed.set()
+
+    def failed(self, reason: str, drained: Callable[[], bool]) -> None:
+        """This process has failed: it ends unless its device is `drained` soon."""
+        self.close()
+        self.start(lambda: self.watch_last_words(reason, drained))
+
+    def start(self, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name="zbfx overdue", daemon=True)
+        self.threads.append(thread)
+        thread.start()
 
     def watch(self) -> None:
-        ask_during_captures()
-        since = time.monotonic()
+        moved = known = time.monotonic()
+        seen = -1
         while not self.closed.wait(POLL_S):
-            while self.steps and self.steps[0].is_over:
-                self.steps.popleft()
-                since = time.monotonic()
-            if not self.steps:
-                since = time.monotonic()
-            waited_s = time.monotonic() - since
-            fault = self.fault() if waited_s > min(GRACE_S, self.timeout_s) else None
-            if fault is not None:
+            done, now = self.done(), time.monotonic()
+            if done != seen or done >= self.begun:
+                seen, moved, known = done, now, now
+                continue
+            fault = self.fault() if now - moved > GRACE_S else None
+            known = now if fault is None else known
+            if self.closed.is_set():
+                return
+            if now - known > GRACE_S:
                 self.end(f"{self.name} ends, for its device waits for a rank that has failed. {fault}")
                 return
-            if waited_s > self.timeout_s:
+            if now - moved > self.timeout_s:
                 self.end(
-                    f"{self.name} ends: its device has waited in a step for other ranks for {waited_s:.0f} s. "
-                    f"bind(timeout_s=...) allows {self.timeout_s:g} s; did every rank make the same calls?"
+                    f"{self.name} ends: its device has waited for other ranks for {now - moved:.0f} s, and "
+                    f"{self.allowed}. Did every rank make the same calls?"
                 )
                 return
 
-    def close(self) -> None:
-        self.closed.set()
-
-
-def ask_during_captures() -> None:
-    """Let this thread ask the device for events while others capture graphs, which such calls would spoil."""
-    with suppress(ImportError):
-        from cuda.bindings import driver
-
-        driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    def watch_last_words(self, reason: str, drained: Callable[[], bool]) -> None:
+        end = time.monotonic() + LAST_WORDS_S
+        while not drained():
+            if time.monotonic() > end:
+                self.end(f"{self.name} ends, for it has failed, and its device waits for messages to come. {reason}")
+                return
+            time.sleep(POLL_S)

@@ -328,8 +328,9 @@ class Pipeline:
 
         `transport` says how messages travel between ranks: "copies", by the copy engines of GPUs of one host, into
         inboxes of 32 MiB for each rank that sends to this one; "group", by torch.distributed (NCCL, gloo); "auto",
-        copies between all ranks that can. On GPUs a step whose other ranks fail, or keep it waiting for longer than
-        `timeout_s`, ends this process: nothing else ends a wait of the device.
+        copies between ranks that reach each other's memory in every replica. On GPUs a step whose other ranks fail, or
+        which takes longer than `timeout_s`, compiling included, ends this process at once (`os._exit`): nothing else
+        ends a wait of the device.
 
         Raises `ZbfxError` if torch.distributed is not initialised, has another number of ranks, or if plans or the
         values of replicas differ.
@@ -355,6 +356,7 @@ class Pipeline:
             "on_new_shape": on_new_shape,
             "zero": zero,
             "transport": transport,
+            "device": self.device.type,
         }
         place, options = on_all_ranks("bind", prepared, asked)
         replicas = len(place.replicas)

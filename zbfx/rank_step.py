@@ -142,7 +142,7 @@ class RankStep(Step):
     def guarded(self, work: Callable[[], T], engine: Engine | None = None) -> T:
         self.refuse_ended()
         try:
-            with self.channels.step():
+            with self.channels.watched():
                 return work()
         except BaseException as error:
             (engine or self.engine).runners[0].transport.drop()
