@@ -331,8 +331,29 @@ def test_batch_that_does_not_divide() -> None:
     assert "inputs[0]" in message
     assert "(4, 8)" in message
     assert "2 microbatches of 2 each" in message
-    assert "found (5, 8)" in message
-    assert "compile again" in message
+    assert "found (5, 8). Give a batch of that size, compile again" in message
+    assert "drop_last" not in message
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_last_batch_that_is_shorter(rows: int) -> None:
+    message = step_refusal(mlp(2), numbers(rows, 8), numbers(rows, 8))
+    assert message == (
+        f"inputs[0]: expected shape (4, 8) (2 microbatches of 2 each, as in the example), found ({rows}, 8). Leave out "
+        f"a last batch that is shorter (DataLoader(..., drop_last=True)), compile again with another example "
+        f"microbatch or microbatches=, or run sizes that divide into 2 microbatches with on_new_shape='recompile'"
+    )
+
+
+@pytest.mark.parametrize("on_new_shape", ["recompile", "symbolic"])
+def test_new_shape_that_does_not_divide(on_new_shape: str) -> None:
+    step = compiled(mlp(2), 2, 2).run_local(on_new_shape=on_new_shape)
+    with pytest.raises(InputError) as caught:
+        step(numbers(3, 8), numbers(3, 8))
+    assert str(caught.value) == (
+        "inputs[0]: expected 2 dimensions, the first divisible into 2 microbatches; found shape (3, 8). Leave out a "
+        "last batch that is shorter (DataLoader(..., drop_last=True)), or pad it"
+    )
 
 
 def test_targets_that_are_too_short() -> None:

@@ -15,6 +15,8 @@ from torch import Tensor
 from zbfx._torch import pytree
 from zbfx.errors import InputError, listed
 
+SHORTER = "Leave out a last batch that is shorter (DataLoader(..., drop_last=True))"
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -125,9 +127,10 @@ class Signature:
                 first.append(tensor)
                 continue
             if tensor.ndim != len(spec.shape) or tensor.shape[0] % microbatches or not tensor.shape[0]:
+                way_out = f". {SHORTER}, or pad it" if tensor.ndim == len(spec.shape) else ""
                 raise InputError(
                     f"{spec.name}: expected {len(spec.shape)} dimensions, the first divisible into {microbatches} "
-                    f"microbatches; found shape {tuple(tensor.shape)}"
+                    f"microbatches; found shape {tuple(tensor.shape)}{way_out}"
                 )
             first.append(tensor[: tensor.shape[0] // microbatches])
         return self.unflatten(first)
@@ -146,10 +149,13 @@ class Signature:
                     if whole
                     else f"{microbatches} microbatches of {spec.shape[0]} each, as in the example"
                 )
+                same_rows = not whole and tensor.ndim and tuple(tensor.shape[1:]) == expected[1:]
+                shorter = same_rows and tensor.shape[0] < expected[0]
                 raise InputError(
                     f"{spec.name}: expected shape {expected} ({reason}), found {tuple(tensor.shape)}. "
-                    f"Give a batch of that size, compile again with another example microbatch or microbatches=, or "
-                    f"run with on_new_shape='recompile'"
+                    f"{SHORTER if shorter else 'Give a batch of that size'}, compile again with another example "
+                    f"microbatch or microbatches=, or run sizes that divide into {microbatches} microbatches with "
+                    f"on_new_shape='recompile'"
                 )
             if tensor.dtype != spec.dtype:
                 raise InputError(
