@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tests.models import Problem, mlp, numbers, squares
 from tests.reference import assert_same, compiled, reference
 from zbfx import InputError, ZbfxError
+from zbfx.guard import Guard, Watch
 
 WIDTH = 6
 
@@ -57,12 +58,27 @@ def shadow(model: Any) -> None:
     model.level = 0.25
 
 
+def reshape(model: Any) -> None:
+    model.first.bias.data = torch.ones(2 * WIDTH)
+
+
 CHANGES: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "assigned state": (assign, "first.weight, first.bias", "without assign=True"),
     "new parameter": (lambda m: setattr(m.first, "bias", nn.Parameter(torch.ones(WIDTH))), "first.bias", "in place"),
     "untied": (untie, "second.weight", "in place"),
     "buffer": (lambda m: setattr(m, "bias", torch.zeros(WIDTH)), "to, which it would go on with: bias", "fill_"),
     "tensor": (lambda m: setattr(m, "shift", torch.zeros(WIDTH)), "to, which it would go on with: shift", "fill_"),
+    "bfloat16": (lambda m: m.bfloat16(), "bias was torch.float32 when the model", "found torch.bfloat16 (so did"),
+    "half": (
+        lambda m: m.half(),
+        "found torch.float16 (so did first.bias, first.weight, second.bias)",
+        "before compile",
+    ),
+    "double": (lambda m: m.double(), "found torch.float64", "change it back, or compile again"),
+    "dtype of a parameter": (lambda m: m.first.bfloat16(), "first.bias was torch.float32", "found torch.bfloat16"),
+    "dtype of a buffer": (lambda m: setattr(m, "bias", m.bias.double()), "bias was torch.float32", "torch.float64. C"),
+    "dtype of a tensor": (lambda m: setattr(m, "shift", m.shift.int()), "shift was torch.float32", "torch.int32. Con"),
+    "shape": (reshape, "first.bias had shape (6,) when the model was traced", "found (12,). Convert"),
     "layer": (lambda m: setattr(m, "act", nn.ReLU()), "act was replaced", "Compile again"),
     "layer of a kind": (lambda m: setattr(m, "act", nn.Tanh()), "found another Tanh than the Tanh", "Compile again"),
     "more layers": (lambda m: setattr(m, "third", nn.Tanh()), "['third']", "Compile again"),
@@ -92,8 +108,8 @@ def test_changes_after_the_first_step(
     step = compiled(given, 2, 2).run_local()
     call = step.evaluate if evaluates else step
     call(*given.inputs)
-    count, before = step.count, [None if p.grad is None else p.grad.clone() for p in step.parameters()]
     change(given.model)
+    count, before = step.count, [None if p.grad is None else p.grad.clone() for p in step.parameters()]
     for _ in range(2):
         with pytest.raises(InputError) as caught:
             call(*given.inputs)
@@ -147,6 +163,48 @@ def test_changes_between_compile_and_bind() -> None:
         pipe.run_local()(*given.inputs)
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "dtype of a buffer", "dtype of a tensor", "shape"])
+def test_other_dtypes_and_shapes_between_compile_and_bind(name: str) -> None:
+    given = problem()
+    pipe = compiled(given, 2, 2)
+    change, *parts = CHANGES[name]
+    change(given.model)
+    with pytest.raises(InputError) as caught:
+        pipe.run_local()
+    assert all(part in str(caught.value) for part in parts)
+
+
+def test_dtypes_that_come_back() -> None:
+    """The values are those that the detour left: float32 numbers survive it."""
+    given = problem()
+    step = compiled(given, 2, 2).run_local()
+    step(*given.inputs)
+    given.model.first.double()
+    with pytest.raises(InputError, match=r"first.bias was torch\.float32"):
+        step(*given.inputs)
+    given.model.first.float()
+    given.model.zero_grad()
+    loss = step(*given.inputs)
+    found = {name: parameter.grad for name, parameter in step.named_parameters()}
+    assert_same((loss, found), reference(given, 2), 1e-6)
+
+
+def test_tensors_that_were_moved() -> None:
+    """As `model.cpu()` does on a GPU, and here a pipeline that is said to have been bound elsewhere."""
+    given = problem()
+    guard = Guard.of(given.model, squares)
+    watch = Watch(guard, given.model, squares, torch.device("cpu"), {})
+    watch.check(lambda: {"first.bias", "bias"}, evaluation=False)
+    watch.device = torch.device("meta")
+    watch.check(lambda: {"first.bias", "bias"}, evaluation=False)  # nothing has changed since
+    with pytest.raises(InputError) as caught:
+        watch.check_tensors({"first.bias", "bias"})
+    assert str(caught.value) == (
+        "the pipeline was bound on meta; found bias, first.bias on cpu. Move the model back (model.to('meta')), or "
+        "bind the pipeline again"
+    )
+
+
 def test_what_the_pipeline_does_not_read_may_change() -> None:
     given = problem()
     given.model.register_buffer("idle", torch.ones(1))
@@ -154,7 +212,9 @@ def test_what_the_pipeline_does_not_read_may_change() -> None:
     step(*given.inputs)
     given.model.idle = torch.zeros(2)
     step(*given.inputs)
-    assert step.count == 2
+    given.model.idle = torch.zeros(2, dtype=torch.int64)
+    step(*given.inputs)
+    assert step.count == 3
 
 
 class Counted(nn.Module):

@@ -14,7 +14,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zbfx._torch import hook_tables, part_tables
@@ -31,13 +31,14 @@ READS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
 @dataclass(frozen=True)
 class Guard:
     """Of the model when it was traced, by name: each module's training flag, the module itself, its hooks and its plain
-    Python attributes, and each parameter's `requires_grad`."""
+    Python attributes, each parameter's `requires_grad`, and each tensor's dtype and shape."""
 
     training: Mapping[str, bool]
     trainable: Mapping[str, bool]
     modules: Mapping[str, nn.Module]
     hooks: Mapping[str, tuple[object, ...]]
     values: Mapping[str, object]
+    layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
     @classmethod
     def of(cls, model: nn.Module, loss_fn: Any) -> Guard:
@@ -57,6 +58,7 @@ class Guard:
                 for name, module in modules.items()
                 for attribute in plain_attributes(module)
             },
+            {name: layout_of(tensor) for name, tensor in named_tensors(model, loss_fn).items()},
         )
 
     def check(self, model: nn.Module, loss_fn: Any, *, evaluation: bool = False) -> None:
@@ -101,6 +103,21 @@ class Guard:
                     f"{not before}. Switch back, or compile again"
                 )
 
+    def check_layouts(self, named: Mapping[str, Tensor], used: Collection[str]) -> None:
+        """Raises `InputError` if a tensor of these names has another dtype or shape than when the model was traced."""
+        layouts = {name: layout_of(named[name]) for name in sorted(used) if name in named}
+        changed = [name for name, layout in layouts.items() if self.layouts.get(name, layout) != layout]
+        if changed:
+            before, after = self.layouts[changed[0]], layouts[changed[0]]
+            (was, found), *_ = [(w, f) for w, f in zip(before, after, strict=True) if w != f]
+            kind = "had shape" if isinstance(was, tuple) else "was"
+            also = f" (so did {listed(changed[1:], 3)})" if changed[1:] else ""
+            raise InputError(
+                f"{changed[0]} {kind} {was} when the model was traced, which is part of the graph; found {found}"
+                f"{also}. Convert the model before compile (model.bfloat16(), model.to(dtype)), change it back, or "
+                f"compile again"
+            )
+
     def check_values(self, now: Guard) -> None:
         for name, before in self.values.items():
             after = now.values.get(name, MISSING)
@@ -119,12 +136,22 @@ class Watch:
     That is quick where every object is the one that was seen last; any that is not is looked at by name.
     """
 
-    def __init__(self, guard: Guard, model: nn.Module, loss_fn: Any, trained: Mapping[str, nn.Parameter]) -> None:
-        """The tensors are those of the model now; `trained` are the parameters whose gradients arise here."""
+    def __init__(
+        self,
+        guard: Guard,
+        model: nn.Module,
+        loss_fn: Any,
+        device: torch.device,
+        trained: Mapping[str, nn.Parameter],
+    ) -> None:
+        """The tensors are those of the model now; those that this process uses are on `device`; `trained` are the
+        parameters whose gradients arise here."""
         self.guard, self.model, self.loss_fn, self.trained = guard, model, loss_fn, trained
+        self.device = torch.empty(0, device=device).device  # with its index
         self.tensors = named_tensors(model, loss_fn)
         self.canonical = canonical_names(model, loss_fn)
-        self.seen: dict[bool, list[object]] = {}
+        self.distinct = list({id(tensor): tensor for tensor in self.tensors.values()}.values())
+        self.seen: dict[bool, tuple[list[object], list[object]]] = {}
         self.handles: int | None = None
         modules = list(dict.fromkeys(guard.modules.values()))
         self.tables = [table for module in modules for table in (*part_tables(module), *hook_tables(module))]
@@ -142,7 +169,12 @@ class Watch:
             *chain.from_iterable(table.values() for table in self.tables if table),
             *map(getattr, self.owners, self.attributes, repeat(MISSING)),
             *map(attrgetter("requires_grad"), self.parameters),
+            *map(attrgetter("dtype"), self.distinct),
         ]
+
+    def places(self) -> list[object]:
+        """Shapes and devices, which `tensor.data = ...` changes, as `model.to(...)` does."""
+        return [*map(attrgetter("shape"), self.distinct), *map(attrgetter("device"), self.distinct)]
 
     def check(self, used: Callable[[], Collection[str]], *, evaluation: bool) -> None:
         """Raises `InputError` if anything has changed that a step of the pipeline would not see. `used` gives the names
@@ -150,15 +182,17 @@ class Watch:
         if not evaluation and RemovableHandle.next_id != self.handles:  # torch counts the hooks that it registers
             refuse_gradient_hooks(self.trained)
             self.handles = RemovableHandle.next_id
-        now = self.state()
-        if same_objects(self.seen.get(evaluation, ()), now):
+        now, places = self.state(), self.places()
+        before, places_before = self.seen.get(evaluation, ([], []))
+        if same_objects(before, now) and places == places_before:
             return
         self.guard.check(self.model, self.loss_fn, evaluation=evaluation)
         self.check_tensors(used())
-        self.seen[evaluation] = now
+        self.seen[evaluation] = now, places
 
     def check_tensors(self, used: Collection[str]) -> None:
         now = named_tensors(self.model, self.loss_fn)
+        self.guard.check_layouts(now, used)
         changed = [
             name
             for name, tensor in self.tensors.items()
@@ -170,6 +204,17 @@ class Watch:
                 f"{listed(changed)}. Change tensors in place (load_state_dict without assign=True; parameter.copy_() "
                 f"under torch.no_grad(); buffer.fill_()), or bind the pipeline again"
             )
+        moved = {name: now[name].device for name in sorted(used) if name in now and now[name].device != self.device}
+        if moved:
+            raise InputError(
+                f"the pipeline was bound on {self.device}; found {listed(moved, 3)} on "
+                f"{listed(dict.fromkeys(moved.values()))}. Move the model back (model.to({str(self.device)!r})), or "
+                f"bind the pipeline again"
+            )
+
+
+def layout_of(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+    return tensor.dtype, tuple(tensor.shape)
 
 
 def named_parts(model: nn.Module, loss_fn: Any) -> list[tuple[str, nn.Module]]:

@@ -36,7 +36,7 @@ from zbfx.clock import LOAD_S, SHORT_LOAD_S
 from zbfx.codegen import Program, generate
 from zbfx.comm import Mailbox
 from zbfx.digest import digest
-from zbfx.engine import local_engine, message_pairs, rank_engine
+from zbfx.engine import Engine, local_engine, message_pairs, rank_engine
 from zbfx.errors import ZbfxError
 from zbfx.fit import Forms, Request, fit
 from zbfx.flat import Shards
@@ -290,7 +290,7 @@ class Pipeline:
         options = StepOptions(torch.initial_seed() if seed is None else seed, on_nonfinite, on_new_shape)
         mailbox = Mailbox()
         engine = local_engine(self, self.tensors(), mailbox)
-        move_to(engine.runners, self.device)
+        self.ready(engine)
         return LocalStep(engine, options, mailbox)
 
     def replicated(self, replicas: int) -> Pipeline:
@@ -372,7 +372,7 @@ class Pipeline:
         place, tensors = channels.place, self.tensors()
         engine = rank_engine(self, tensors, channels)
         runner = engine.runners[0]
-        agree(channels, digest(self), partial(move_to, engine.runners, self.device))
+        agree(channels, digest(self), partial(self.ready, engine))
         placement = self.schedule.costs.placement
         holders = parameter_holders(self.stages, placement) | buffer_holders(self.stages, placement)
         copies = [(name, first, other) for name, (first, *others) in holders.items() for other in others]
@@ -390,6 +390,12 @@ class Pipeline:
             call.run = self.compiler(call.phase)
         step_type = CapturedStep if self.backend.startswith("cudagraph") else RankStep
         return step_type(engine, options, channels, tensors)
+
+    def ready(self, engine: Engine) -> None:
+        """Check the tensors that these ranks use, and move them to the device."""
+        used = {name for runner in engine.runners for name in runner.tensor_names}
+        self.guard.check_layouts(named_tensors(self.model, self.loss_fn), used)
+        move_to(engine.runners, self.device)
 
     def __deepcopy__(self, memo: object) -> Pipeline:
         raise ZbfxError("a pipeline holds graphs with fake tensors and cannot be copied; call zbfx.compile again")
