@@ -92,6 +92,31 @@ def test_tied_weight_is_made_equal_and_stays_equal(three: Results) -> None:
 def test_parameter_that_several_ranks_read_is_made_equal(three: Results) -> None:
     """Also a frozen one, and one that gets its gradient on a single rank."""
     assert three[0]["shared"]["losses"] == three[2]["shared"]["losses"] == three[0]["shared"]["local"]
+    for rank in (0, 2):  # made equal on the ranks that read them, and still other on rank 1
+        (told,) = three[rank]["shared"]["warnings"]
+        assert told.startswith(f"{DIFFERENT} frozen (rank 0 and rank 1), late (rank 0 and rank 1), ")
+
+
+DIFFERENT = "ranks of one pipeline have different values of"
+NINE = "0.weight (rank 0 and rank 1), 0.bias (rank 0 and rank 1), 2.weight (rank 0 and rank 1), ... and 9 more"
+FIVE = "4.weight (rank 0 and rank 1), 4.bias (rank 0 and rank 1), 6.weight (rank 0 and rank 1), ... and 5 more"
+
+
+@pytest.mark.parametrize(
+    ("case", "different"),
+    [("seeds", NINE), ("checkpoint", NINE), ("meta", ""), ("bound again", ""), ("checkpoint after bind", FIVE)],
+)
+def test_ranks_that_start_from_other_values_are_warned(three: Results, case: str, different: str) -> None:
+    """Not where tensors have no data, nor where each rank has trained its own stages since an earlier bind."""
+    expected = [
+        f"{DIFFERENT} {different}. Each stage starts from the values of the rank that runs it: if one rank alone has "
+        f"loaded a checkpoint, or each has a seed of its own, they make a model that no rank has. Seed every rank "
+        f"alike and load the checkpoint on every rank before bind; leave tensors of other ranks' stages on the meta "
+        f"device where that is meant"
+    ]
+    for rank in (0, 2):
+        assert three[rank]["other values"][case] == (expected if different else [])
+        assert three[rank]["other values"]["same"] == []
 
 
 def test_random_numbers_follow_the_seed_of_rank_0(three: Results) -> None:

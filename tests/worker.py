@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -168,6 +169,7 @@ def three_ranks(rank: int) -> dict[str, Any]:
     alone = gpt2(4)
     results["local"] = run(compiled(alone, 3, 4).run_local(), alone, 5)
     results["shared"] = shared(rank)
+    results["other values"] = other_values(rank)
     dropout = replace(mlp(3), model=with_dropout())
     pipe = compiled(dropout, 3, 3)
     results["seeded"] = pipe.bind()(*dropout.inputs, *dropout.targets).item()
@@ -224,7 +226,43 @@ def shared(rank: int) -> dict[str, Any]:
             parameter.add_(float(rank))
         problem.model.get_buffer("scale").add_(float(rank))
         problem.model.get_buffer("kept").logical_xor_(torch.tensor(rank > 0))
-    return {"losses": run(pipe.bind(), problem, 2)["losses"], "local": local}
+    step, told = warned(pipe.bind)
+    return {"losses": run(step, problem, 2)["losses"], "local": local, "warnings": told}
+
+
+def warned(bind: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What `bind` gives, and the warnings that the user sees, which are of this line."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        step = bind()
+    assert all(note.category is UserWarning and note.filename == __file__ for note in found)
+    return step, [str(note.message) for note in found]
+
+
+def other_values(rank: int) -> dict[str, list[str]]:
+    """The warnings of binds of a model with other bits on some ranks, by why they are other."""
+    told = {}
+    for case in ("seeds", "checkpoint", "meta", "bound again", "checkpoint after bind", "same"):
+        if case != "checkpoint after bind":
+            problem = mlp(3)
+        if case == "seeds":
+            for parameter in problem.model.parameters():
+                nn.init.normal_(parameter, generator=torch.Generator().manual_seed(rank))
+        if case.startswith("checkpoint") and rank == 0:
+            state = problem.model.state_dict()
+            problem.model.load_state_dict({name: value * 0.5 for name, value in state.items()})
+        pipe = compiled(problem, 3, 3, check=False)
+        if case == "bound again":  # each rank trains its own stage
+            run(pipe.bind(), problem, 1)
+            pipe = compiled(problem, 3, 3, check=False)
+        if case == "meta":
+            used = {name for phase in pipe.stages[rank].phases.values() for name in phase.parameters}
+            others = [name for name, _ in problem.model.named_parameters() if name not in used]
+            for name in others:
+                layer, _, last = name.rpartition(".")
+                setattr(problem.model.get_submodule(layer), last, nn.Parameter(torch.empty(0, device="meta")))
+        told[case] = warned(pipe.bind)[1]
+    return told
 
 
 def with_dropout() -> nn.Module:

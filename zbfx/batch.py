@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from zbfx._torch import pytree
 from zbfx.errors import InputError, listed
+from zbfx.fingerprint import fingerprints
 
 SHORTER = "Leave out a last batch that is shorter (DataLoader(..., drop_last=True))"
 
@@ -181,16 +181,14 @@ def refuse_uncut(pairs: Sequence[tuple[TensorSpec, Tensor]], microbatches: int) 
             )
 
 
-def fingerprints(names: Sequence[str], rows: Sequence[Sequence[Tensor]]) -> dict[str, int]:
-    """A hash of the bits of each tensor in a batch, over its microbatches; waits for the device. Tensors without data
-    have none."""
-    found: dict[str, int] = {}
+def batch_hashes(names: Sequence[str], rows: Sequence[Sequence[Tensor]]) -> dict[str, list[int]]:
+    """Hashes of the bits of each tensor in a batch, one a microbatch; waits for the device. Tensors without data have
+    none."""
+    found = {}
     for name, column in zip(names, zip(*rows, strict=True), strict=True):
-        for tensor in {id(tensor): tensor for tensor in column}.values():
-            if not tensor.is_meta:
-                bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-                found[name] = zlib.crc32(bits.numpy(), found.get(name, 0))
-    return found
+        distinct = {id(tensor): tensor for tensor in column if not tensor.is_meta}
+        found[name] = fingerprints(distinct.values())
+    return {name: hashes for name, hashes in found.items() if hashes}
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:

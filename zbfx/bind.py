@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from zbfx._torch import has_gradient_hooks
 from zbfx.channels import Channels
 from zbfx.errors import SAME_CALLS, InputError, ZbfxError, listed
+from zbfx.fingerprint import fingerprints
 from zbfx.run import RankRunner
 
 
@@ -39,7 +41,7 @@ def agree(channels: Channels, digest: Mapping[str, str], prepare: Callable[[], N
         )
 
 
-def refuse_other_batches(channels: Channels, call: str, own: Mapping[str, int]) -> None:
+def refuse_other_batches(channels: Channels, call: str, own: Mapping[str, object]) -> None:
     """Check that the ranks of a pipeline make the same call with the same batch: `own` are the hashes of its tensors.
     Collective over the family, so that all refuse what one pipeline of it does."""
     place = channels.place
@@ -79,6 +81,49 @@ def refuse_other_values(channels: Channels, named: Mapping[str, Tensor]) -> None
             f"replicas start from the same parameters and buffers; found other values than in replica 0 in "
             f"{'; '.join(found)}. Seed every process alike, or load the same checkpoint, before bind"
         )
+
+
+def warn_of_other_values(channels: Channels, named: Mapping[str, Tensor], used: Collection[str]) -> None:
+    """Warn if two ranks of a pipeline have data for one tensor with different bits; `used` are those of this rank's
+    stages. Collective over the family, and all of it warns.
+
+    Costs each rank about half a second per GB of the model on a CPU core; a GPU reads its memory once. Tensors on the
+    meta device, and DTensors, which each rank has its own part of, are not compared; nor are those of other ranks'
+    stages that nothing has written since an earlier bind, while their ranks may have trained them.
+    """
+    kept = {
+        name: tensor
+        for name, tensor in named.items()
+        if not tensor.is_meta and tensor.layout is torch.strided and (name in used or not is_left_behind(tensor))
+    }
+    hashes = dict(zip(kept, fingerprints(kept.values()), strict=True))
+    for name, tensor in kept.items():
+        if name not in used and not tensor.is_inference():
+            tensor.zbfx_left_behind = tensor._version  # type: ignore[attr-defined]
+    everywhere: list[Any] = channels.gather(hashes)
+    place, different = channels.place, dict[str, str]()
+    ranks = len(place.processes)
+    for replica in range(len(place.replicas)):
+        first: dict[str, int] = {}
+        for rank, found in enumerate(everywhere[replica * ranks : (replica + 1) * ranks]):
+            for name in found:
+                other = first.setdefault(name, rank)
+                if found[name] != everywhere[replica * ranks + other][name]:
+                    who = f"{place.name_of(replica, other)} and {place.name_of(replica, rank)}"
+                    different.setdefault(name, f"{name} ({who})")
+    if different:
+        warnings.warn(
+            f"ranks of one pipeline have different values of {listed(different.values(), 3)}. Each stage starts from "
+            f"the values of the rank that runs it: if one rank alone has loaded a checkpoint, or each has a seed of "
+            f"its own, they make a model that no rank has. Seed every rank alike and load the checkpoint on every rank "
+            f"before bind; leave tensors of other ranks' stages on the meta device where that is meant",
+            stacklevel=4,
+        )
+
+
+def is_left_behind(tensor: Tensor) -> bool:
+    """Whether nothing has written into a tensor since a bind to a rank that does not use it."""
+    return not tensor.is_inference() and getattr(tensor, "zbfx_left_behind", None) == tensor._version
 
 
 def refuse_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> None:

@@ -28,7 +28,7 @@ from zbfx.arguments import (
 )
 from zbfx.backends import CapturedStep, checked_backend
 from zbfx.batch import Signature
-from zbfx.bind import agree, move_to, refuse_other_values
+from zbfx.bind import agree, move_to, refuse_other_values, warn_of_other_values
 from zbfx.boxed import Compiler
 from zbfx.chain import chain_of, loss_layout, loss_rank
 from zbfx.channels import Channels, checked_transport
@@ -318,9 +318,10 @@ class Pipeline:
 
         Moves the parameters of this rank's stages to the pipeline's device, checks that all ranks hold the same plan
         and all replicas the same values, creates and warms the communicators, and makes parameters and buffers that
-        several ranks hold equal. `timeout_s` bounds every wait for another rank. `seed` fixes the random numbers; by
-        default they follow rank 0's `torch.manual_seed`. `on_nonfinite` (one verdict for all ranks) and `on_new_shape`
-        as in `run_local`.
+        several ranks hold equal. Warns (`UserWarning`) where ranks have different values of a tensor, for each stage
+        starts from those of the rank that runs it; that takes a CPU core about half a second per GB of the model.
+        `timeout_s` bounds every wait for another rank. `seed` fixes the random numbers; by default they follow rank 0's
+        `torch.manual_seed`. `on_nonfinite` (one verdict for all ranks) and `on_new_shape` as in `run_local`.
 
         `zero=1` (ZeRO-1) leaves each replica the optimizer's state of a part of the parameters: `step.parameters()` are
         flat shards then, for an optimizer that works element by element, and the model's own parameters have their new
@@ -382,6 +383,8 @@ class Pipeline:
                 channels.copy(tensors.named[name].detach(), first, other)
         if len(place.replicas) > 1:
             refuse_other_values(channels, {name: tensors.named[name] for name in sorted(runner.tensor_names)})
+        compared = {name: tensors.named[name] for name in holders if name not in self.local}
+        warn_of_other_values(channels, compared, runner.tensor_names)
         if self.reductions and self.reductions[place.rank].shards:
             buckets = self.reductions[place.rank].shards
             runner.shards = Shards(buckets, tensors.named, place.replica, len(place.replicas))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from zbfx.batch import fingerprints
+from zbfx.batch import batch_hashes
 from zbfx.bind import refuse_other_batches
 from zbfx.channels import Channels
 from zbfx.codegen import Program
@@ -90,7 +90,7 @@ class RankStep(Step):
         call = "evaluate" if engine.pipe.schedule.name == FORWARD else "step"
         if call not in self.compared:
             names = [spec.name for spec in engine.pipe.signature.tensors]
-            refuse_other_batches(self.channels, call, fingerprints(names, rows))
+            refuse_other_batches(self.channels, call, batch_hashes(names, rows))
             self.compared.add(call)
 
     def admit_together(self, take: Callable[[], Batch]) -> Batch:
