@@ -5,6 +5,7 @@ Run: pytest tests/test_guard.py (CPU, one process).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -259,6 +260,89 @@ def test_evaluation_where_no_gradients_are_asked_for(mode: Callable[[], Any]) ->
     with torch.no_grad():
         expected = [float(squares(case.model(case.inputs[0][:rows]))) for rows in (4, 2)]
     assert found == pytest.approx(expected, abs=1e-6)
+
+
+class Derived(nn.Module):
+    """Its forward replaces a tensor derived from parameters, which it does not read before, and a counter that it does;
+    and its first layers are normed by hooks that do the like."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.first = nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.second, self.third = nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", torch.ones(()))
+        self.squared = torch.zeros(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        self.squared = self.third.bias * self.third.bias
+        h = torch.tanh(self.second(torch.tanh(self.first(x))))
+        return self.third(h) / self.count + self.squared
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_forwards_of_the_model_between_steps(mode: Callable[[], Any], backend: str) -> None:
+    """Plain forwards count, and what they derive is derived again: as for plain autograd."""
+    case, alone = (Problem(Derived(), squares, (numbers(4, WIDTH),)) for _ in range(2))
+    model: Any = case.model
+    pipe = compiled(case, 2, 2, backend=backend)
+    optimizers = []
+
+    def plain(model: nn.Module) -> None:
+        with mode():
+            model(case.inputs[0][:3])
+            model.eval()(case.inputs[0])
+        model.train()
+
+    for when in ("compile", "bind", "step", "evaluate"):
+        for one in (model, alone.model):
+            plain(one)
+        if when == "compile":
+            step = pipe.run_local()
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, alone.model)]
+        if when == "evaluate":
+            alone.model.eval()
+            with torch.no_grad():
+                expected = torch.stack([squares(alone.model(rows)) for rows in case.inputs[0].chunk(2)]).mean()
+            alone.model.train()
+            assert torch.allclose(step.evaluate(*case.inputs), expected, rtol=1e-5)
+        wanted = reference(alone, 2, alone.model)
+        loss = step(*case.inputs)
+        assert_same((loss, {name: p.grad for name, p in step.named_parameters()}), wanted, 1e-5)
+        assert float(model.count) == float(alone.model.count)  # type: ignore[arg-type]
+        for name in ("first.weight", "second.weight", "squared"):
+            module, _, attribute = name.rpartition(".")
+            found, expected = (getattr(m.get_submodule(module), attribute) for m in (model, alone.model))
+            assert torch.allclose(found, expected, rtol=1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_tensors_that_only_the_user_replaces_are_refused_all_the_same() -> None:
+    """Or in another layout than the forward gives them."""
+    case = Problem(Derived(), squares, (numbers(4, WIDTH),))
+    model: Any = case.model
+    step = compiled(case, 2, 2).run_local()
+    step(*case.inputs)
+    bound = model.count
+    model.count = torch.full((), 5.0)
+    step(*case.inputs)
+    assert model.count is bound
+    assert float(bound) == 7.0
+    model.count = torch.zeros(1)
+    with pytest.raises(InputError, match=r"count had shape \(\) when the model was traced"):
+        step(*case.inputs)
+    model.count = bound
+    model.second.weight_u = torch.ones(WIDTH)
+    with pytest.raises(InputError, match=r"found other tensors .* second\.weight_u"):
+        step(*case.inputs)
 
 
 def test_changes_in_a_loss_module() -> None:

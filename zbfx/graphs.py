@@ -70,7 +70,8 @@ class Joint:
 
     `inputs` matches the placeholders, `outputs` the flat output arguments. Node meta: `val` (a fake tensor),
     `is_backward`, `seq_nr` (ties a backward node to its forward op), `stack_trace` (the user's line).
-    `constants` holds the tensors of CONSTANT inputs.
+    `constants` holds the tensors of CONSTANT inputs; `replaced` names the buffers in whose place the forward puts new
+    tensors, like `self.count = self.count + 1`, which the graph writes like those that change in place.
     """
 
     graph: fx.Graph
@@ -78,6 +79,7 @@ class Joint:
     outputs: tuple[Port, ...]
     constants: Mapping[str, Tensor]
     count: TokenCount | None = None
+    replaced: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         assert len(self.placeholders) == len(self.inputs), "a port per placeholder"

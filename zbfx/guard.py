@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dis
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -143,9 +144,10 @@ class Watch:
         loss_fn: Any,
         device: torch.device,
         trained: Mapping[str, nn.Parameter],
+        replaced: Collection[str] = (),
     ) -> None:
         """The tensors are those of the model now; those that this process uses are on `device`; `trained` are the
-        parameters whose gradients arise here."""
+        parameters whose gradients arise here. `replaced` are the buffers that the model's own forward replaces."""
         self.guard, self.model, self.loss_fn, self.trained = guard, model, loss_fn, trained
         self.device = torch.empty(0, device=device).device  # with its index
         self.tensors = named_tensors(model, loss_fn)
@@ -159,6 +161,7 @@ class Watch:
         attributes += [
             (module, name) for _, part in named_parts(model, loss_fn) for module, name, _, _ in plain_tensors(part)
         ]
+        self.replaced = replaceable(model, loss_fn, replaced)
         self.owners = [module for module, _ in attributes]
         self.attributes = [name for _, name in attributes]
         self.parameters = [tensor for tensor in self.tensors.values() if isinstance(tensor, nn.Parameter)]
@@ -187,8 +190,21 @@ class Watch:
         if same_objects(before, now) and places == places_before:
             return
         self.guard.check(self.model, self.loss_fn, evaluation=evaluation)
+        self.take_back(used())
         self.check_tensors(used())
-        self.seen[evaluation] = now, places
+        self.seen[evaluation] = self.state(), self.places()
+
+    @torch.no_grad()
+    def take_back(self, used: Collection[str]) -> None:
+        """A plain forward of the model, between steps, has put new tensors in the place of some: their values go into
+        the tensors that the pipeline holds, and these back into the model, as if it had changed them in place."""
+        for name, (module, attribute) in self.replaced.items():
+            bound, found = self.tensors[name], getattr(module, attribute, None)
+            if found is bound or name not in used or not isinstance(found, Tensor):
+                continue
+            if layout_of(found) == layout_of(bound) and found.device == bound.device:
+                bound.detach().copy_(found)  # detached: a forward in inference mode may have made it
+                setattr(module, attribute, bound)
 
     def check_tensors(self, used: Collection[str]) -> None:
         now = named_tensors(self.model, self.loss_fn)
@@ -211,6 +227,13 @@ class Watch:
                 f"{listed(dict.fromkeys(moved.values()))}. Move the model back (model.to({str(self.device)!r})), or "
                 f"bind the pipeline again"
             )
+
+
+def replaceable(model: nn.Module, loss_fn: Any, names: Collection[str]) -> dict[str, tuple[nn.Module, str]]:
+    """The module and attribute behind each of these names that is the only one of its tensor."""
+    modules, names_of = named_modules(model, loss_fn), Counter(canonical_names(model, loss_fn).values())
+    places = {name: name.rpartition(".") for name in names if names_of[name] == 1}
+    return {name: (modules[owner], attribute) for name, (owner, _, attribute) in places.items()}
 
 
 def layout_of(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:

@@ -75,6 +75,7 @@ def separate_count(joint: Joint) -> Joint:
         tuple(joint.outputs[k] for k in kept),
         joint.constants,
         token_count(joint, joint.output_values[index]),
+        joint.replaced,
     )
 
 

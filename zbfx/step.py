@@ -67,7 +67,8 @@ class Step(ABC):
         self.others: dict[tuple[object, ...], Engine] = {}  # for other shapes, and for evaluation
         self.variants = Variants(engine.pipe, self.plan, symbolic=options.on_new_shape == "symbolic")
         pipe, trained = engine.pipe, {name: p for runner in engine.runners for name, p in runner.parameters.items()}
-        self.watch = Watch(pipe.guard, pipe.model, pipe.loss_fn, pipe.device, trained | engine.parameters)
+        parameters = trained | engine.parameters
+        self.watch = Watch(pipe.guard, pipe.model, pipe.loss_fn, pipe.device, parameters, pipe.joint.replaced)
         self.verdict: str | None = None
         self.losses: tuple[Tensor, ...] = ()  # of the last step's microbatches, on the rank that computes them
         self.count = 0

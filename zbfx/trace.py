@@ -10,6 +10,7 @@ import contextlib
 import copy
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -39,13 +40,16 @@ class Objective(nn.Module):
         self.model, self.loss_fn, self.signature = model, loss_fn, signature
         self.lines = UserLines(model) if traced else contextlib.nullcontext()
         self.part = "the model"  # at work: else "loss_fn", or "the backward"
+        self.replaced: set[str] = set()  # buffers
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         buffers = dict(self.named_buffers(remove_duplicate=False))
         place_gradients(self.model)
         loss, *count = self.losses(tensors)
         for name, buffer in buffers.items():
-            keep_replaced(name, buffer, self.get_buffer(name))
+            if self.get_buffer(name) is not buffer:
+                keep_replaced(name, buffer, self.get_buffer(name))
+                self.replaced.add(name.removeprefix(MODEL_PREFIX))
         loss.register_hook(self.keep_buffers)
         return (loss, *count) if count else loss
 
@@ -71,8 +75,6 @@ class Objective(nn.Module):
 
 def keep_replaced(name: str, before: Tensor, after: Tensor | None) -> None:
     """A buffer that the model replaces (`self.count = self.count + 1`) is written like one changed in place."""
-    if after is before:
-        return
     if after is None or after.shape != before.shape or after.dtype != before.dtype:
         found = "nothing" if after is None else f"{after.dtype} of shape {tuple(after.shape)}"
         raise TraceError(
@@ -225,7 +227,9 @@ def trace(
     refuse_mixed_dtypes(module.graph)
     if any(map(is_sharded, model.parameters())):
         module = localize(module)
-    joint = as_joint(module, signature, canonical_names(model, loss_fn))
+    canonical = canonical_names(model, loss_fn)
+    joint = as_joint(module, signature, canonical)
+    joint = replace(joint, replaced=frozenset(canonical[name] for name in objective.replaced))
     return (inline_sizes(joint) if sizes else joint), signature
 
 
@@ -311,15 +315,17 @@ def as_joint(module: fx.GraphModule, signature: Signature, canonical: Mapping[st
     inputs = [input_port(node.meta["desc"], signature, canonical) for node in graph.find_nodes(op="placeholder")]
     constants: dict[str, Tensor] = {}
     first_call = next(node for node in graph.nodes if node.op != "placeholder")
+    placeholders: dict[str, fx.Node] = {}
     for node in graph.find_nodes(op="get_attr"):
         name = str(node.target)
-        with graph.inserting_before(first_call):
-            placeholder = graph.placeholder(name)
-        placeholder.meta = dict(node.meta)
-        node.replace_all_uses_with(placeholder)
+        if name not in placeholders:
+            with graph.inserting_before(first_call):
+                placeholders[name] = graph.placeholder(name)
+            placeholders[name].meta = dict(node.meta)
+            constants[name] = getattr(module, name)
+            inputs.append(Port(Role.CONSTANT, name))
+        node.replace_all_uses_with(placeholders[name])
         graph.erase_node(node)
-        constants[name] = getattr(module, name)
-        inputs.append(Port(Role.CONSTANT, name))
     output = graph.output_node()
     kept = [
         (value, output_port(value, description, signature, canonical))
