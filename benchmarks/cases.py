@@ -43,10 +43,10 @@ class Case:
     """One row of the benchmark: `m` microbatches of `b` sequences through one system.
 
     `split` is where the layers are cut: "bal" for equal load, "even" for equal numbers of blocks, "13+11" for these
-    numbers of blocks, "auto" for zbfx's own cuts. A zbfx `schedule` reads
-    `name[@memory limit][*stages per rank][+recompute][-][/transport]`, for example "auto@1x" or "1f1b+full"; "auto@60%"
-    limits every rank to this share of what the largest holds in 1F1B; "-" keeps W and B one after the other; "/group"
-    sends messages over NCCL.
+    numbers of blocks, "auto" for zbfx's own cuts, "rebalanced" for those that it makes from measured stages. A zbfx
+    `schedule` reads `name[@memory limit][*stages per rank][+recompute][-][/transport]`, for example "auto@1x" or
+    "1f1b+full"; "auto@60%" limits every rank to this share of what the largest holds in 1F1B; "-" keeps W and B one
+    after the other; "/group" sends messages over NCCL.
     """
 
     system: str

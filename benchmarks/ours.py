@@ -71,7 +71,9 @@ def choices(case: Case, place: Place) -> dict[str, Any]:
         arguments["stages_per_rank"] = asked.stages_per_rank
     if case.backend != "eager":
         arguments["backend"] = case.backend
-    if case.split != "auto":
+    if case.split == "rebalanced":
+        arguments["rebalance"] = True
+    elif case.split != "auto":
         arguments["cuts"] = cuts(case, asked, place)
     if asked.overlap is not None:
         arguments["overlap"] = asked.overlap

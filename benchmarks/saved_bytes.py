@@ -201,7 +201,8 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
     )
     seconds = partial(cost.node_s, hardware=cost.CPU)
     link = cost.CPU.link_bytes_per_s
-    divided = split(partition(canonicalize(joint), STAGES, seconds=seconds, bytes_per_s=link, cuts=list(example.cuts)))
+    stages = range(STAGES)
+    divided = split(partition(canonicalize(joint), stages, seconds=seconds, bytes_per_s=link, cuts=list(example.cuts)))
     for level in LEVELS:
         for stage in extract(recompute(divided, [level] * STAGES, in_flight=STAGES, random=True)):
             whole = example.sbh is not None and 0 < stage.index < STAGES - 1

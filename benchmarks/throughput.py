@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--torch-backends", type=words, default=["eager", "inductor"])
     flags.add_argument("--zbfx-schedules", type=words, default=["zb-1p"], help="see benchmarks/cases.py")
     flags.add_argument("--zbfx-backends", type=words, default=["eager"])
-    flags.add_argument("--zbfx-splits", type=words, default=["auto"], help="auto, bal, even")
+    flags.add_argument("--zbfx-splits", type=words, default=["auto"], help="auto, rebalanced, bal, even")
     flags.add_argument("--costs", default="measure", help="what zbfx plans from: measure or estimate")
     flags.add_argument("--head-layers", type=float, help="what the head costs in blocks; measured by default")
     flags.add_argument("--only", action="append", default=[], metavar="REGEX", help="run the cases it finds, no others")

@@ -1,7 +1,9 @@
 """Joint -> Placed: a stage for every node, with cuts where stages are balanced and little crosses.
 
 The cuts are a path from the model's start to its end in a graph of cut positions, one edge a stage: the path with the
-least heaviest stage, and among those within `SLACK` of it the one with the fewest bytes crossing (networkx).
+least heaviest stage, among those within `SLACK` of it the one with the fewest bytes crossing, and among those the most
+even one (networkx). Messages travel beside the compute: they weigh only where they take longer. Where ranks hold
+several stages, cuts then move for the sake of the heaviest rank.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from itertools import pairwise
 
 import networkx
 import numpy
@@ -20,27 +23,27 @@ from zbfx.graphs import Joint, Line, Placed, Port, Role, copy_graph
 from zbfx.passes.nodes import storage_owner, value_bytes
 from zbfx.passes.positions import line_up
 
-SLACK = 1.02
+SLACK = 1.005
 MAX_CANDIDATES = 600
 
 
 def partition(
     joint: Joint,
-    stage_count: int,
+    placement: Sequence[int],
     *,
     seconds: Callable[[fx.Node], float],
     bytes_per_s: float,
     cuts: Sequence[str] | None = None,
 ) -> Placed:
-    """Cut a canonical joint graph into `stage_count` stages.
+    """Cut a canonical joint graph into a stage for each entry of `placement`, which is its rank.
 
     `seconds` estimates a node, `bytes_per_s` is the speed at which values cross a cut. `cuts` names the submodules
     that begin the second stage, the third, ...: it replaces the search. Raises `ZbfxError` where that many stages
     cannot be cut, or a name is unknown or out of order.
     """
-    line = line_up(joint)
+    line, stage_count = line_up(joint), len(placement)
     if cuts is None:
-        starts = balanced_cuts(joint, line, stage_count, seconds, bytes_per_s)
+        starts = balanced_cuts(joint, line, placement, seconds, bytes_per_s)
     else:
         starts = named_cuts(joint, line, cuts, stage_count)
     joint = recompute_within_stages(joint, line, stages_from(line, starts))
@@ -143,9 +146,9 @@ def module_of(node: fx.Node) -> str:
 
 
 def balanced_cuts(
-    joint: Joint, line: Line, stage_count: int, seconds: Callable[[fx.Node], float], bytes_per_s: float
+    joint: Joint, line: Line, placement: Sequence[int], seconds: Callable[[fx.Node], float], bytes_per_s: float
 ) -> list[int]:
-    crossing = crossing_bytes(line)
+    crossing, stage_count = crossing_bytes(line), len(placement)
     candidates = cut_candidates(crossing, glued(joint, line), stage_count - 1)
     if len(candidates) < stage_count - 1:
         raise ZbfxError(
@@ -159,10 +162,42 @@ def balanced_cuts(
     enter = crossing / bytes_per_s
 
     def stage_s(start: int, end: int) -> float:
-        """Time of a stage from position `start` to `end`, what enters it included."""
-        return float(work[end] - work[start] + enter[start])
+        """What bounds the rate of a stage from position `start` to `end`: its work, or what enters it."""
+        return float(max(work[end] - work[start], enter[start]))
 
-    return cheapest_path(ends, stage_count, stage_s, crossing)
+    starts = cheapest_path(ends, stage_count, stage_s, crossing)
+    return level_ranks(starts, ends, placement, stage_s, crossing) if len(set(placement)) < stage_count else starts
+
+
+def level_ranks(
+    starts: list[int],
+    ends: Sequence[int],
+    placement: Sequence[int],
+    stage_s: Callable[[int, int], float],
+    crossing: numpy.ndarray,
+) -> list[int]:
+    """Move one cut at a time, to where no more crosses than at the fullest one, as long as ranks get more even and the
+    heaviest no heavier."""
+
+    def loads(cuts: Sequence[int]) -> tuple[float, float]:
+        ranks = [0.0] * (max(placement) + 1)
+        for rank, (start, end) in zip(placement, pairwise([ends[0], *cuts, ends[-1]]), strict=True):
+            ranks[rank] += stage_s(start, end)
+        return max(ranks), sum(load**2 for load in ranks)
+
+    fullest = max(crossing[k] for k in starts)
+    best, moved = loads(starts), True
+    while moved:
+        moved = False
+        for index in range(len(starts)):
+            bounds = [ends[0], *starts, ends[-1]]
+            low, _, high = bounds[index : index + 3]
+            for position in [k for k in ends if low < k < high and crossing[k] <= fullest]:
+                cuts = [*starts[:index], position, *starts[index + 1 :]]
+                found = loads(cuts)
+                if found[0] <= best[0] and found[1] < best[1] * (1 - 1e-9):
+                    best, starts, moved = found, cuts, True
+    return starts
 
 
 def cheapest_path(
@@ -178,10 +213,11 @@ def cheapest_path(
         for i in frontier:
             last = stage == stage_count - 1
             for j in [len(ends) - 1] if last else range(i + 1, len(ends) - (stage_count - 1 - stage)):
-                if stage_s(ends[i], ends[j]) > limit:
+                seconds = stage_s(ends[i], ends[j])
+                if seconds > limit:
                     break
-                # One byte a cut more keeps the path from depending on the order of equal ones.
-                graph.add_edge((stage, i), (stage + 1, j), weight=float(crossing[ends[i]]) + 1.0)
+                # Of paths with as many bytes, to fractions of one, the one with the least squares is the most even.
+                graph.add_edge((stage, i), (stage + 1, j), weight=float(crossing[ends[i]]) + (seconds / limit) ** 2)
                 reached.add(j)
         frontier = reached
     path = networkx.shortest_path(graph, (0, 0), (stage_count, len(ends) - 1), weight="weight")

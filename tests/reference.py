@@ -148,7 +148,7 @@ def traced(problem: Problem, device: str = "cpu") -> Joint:
 
 def placed(problem: Problem, stages: int, cuts: Sequence[str] | None = None) -> Placed:
     seconds = functools.partial(cost.node_s, hardware=cost.CPU)
-    return partition(traced(problem), stages, seconds=seconds, bytes_per_s=cost.CPU.link_bytes_per_s, cuts=cuts)
+    return partition(traced(problem), range(stages), seconds=seconds, bytes_per_s=cost.CPU.link_bytes_per_s, cuts=cuts)
 
 
 def staged(problem: Problem, stages: int, cuts: Sequence[str] | None = None) -> tuple[Stage, ...]:

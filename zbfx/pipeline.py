@@ -24,6 +24,7 @@ from zbfx.arguments import (
     finite_number,
     levels_of,
     placements_of,
+    true_or_false,
     whole_number,
 )
 from zbfx.backends import CapturedStep, checked_backend
@@ -32,13 +33,13 @@ from zbfx.bind import agree, move_to, refuse_other_values, warn_of_other_values
 from zbfx.boxed import Compiler
 from zbfx.chain import chain_of, loss_layout, loss_rank
 from zbfx.channels import Channels, checked_transport
-from zbfx.clock import LOAD_S, SHORT_LOAD_S
 from zbfx.codegen import Program, generate
 from zbfx.comm import Mailbox
+from zbfx.cutting import Cutting
 from zbfx.digest import digest
 from zbfx.engine import Engine, local_engine, message_pairs, rank_engine
 from zbfx.errors import ZbfxError
-from zbfx.fit import Forms, Request, fit
+from zbfx.fit import Request, fit
 from zbfx.flat import Shards
 from zbfx.graphs import Joint, Stage
 from zbfx.guard import Guard
@@ -47,11 +48,7 @@ from zbfx.loss import Reduction, separate_count
 from zbfx.memory import ADAM_SLOTS, MemoryReport, Predictor, RankMemory, Setting, free_bytes
 from zbfx.messages import SharedGradient, buffer_holders, messages_of, parameter_holders, shared_gradients
 from zbfx.passes.canonicalize import canonicalize
-from zbfx.passes.extract import extract
-from zbfx.passes.partition import partition
 from zbfx.passes.recompute import Level
-from zbfx.passes.recompute import recompute as repeat
-from zbfx.passes.split import split, unsplit_notes
 from zbfx.place import Place, find_place
 from zbfx.plan import CostTable, Schedule
 from zbfx.rank_step import RankStep
@@ -85,6 +82,7 @@ def compile(
     overlap: bool | None = None,
     recompute: str = "auto",
     optimizer_slots: float | None = None,
+    rebalance: bool = False,
     check: bool | str = "auto",
 ) -> Pipeline:
     """Compile `model` into a pipeline over `stages` ranks. Nothing of the model changes, and nothing runs on its data.
@@ -120,6 +118,8 @@ def compile(
                      limit allows it; Ws of searched schedules move for it. None: on CUDA devices
     optimizer_slots  tensors of a parameter's size that the optimizer keeps for each parameter, which count as held:
                      2 for Adam, 1 for momentum. None: 2 under mem_limit="auto", else 0
+    rebalance        with costs="measure": cut the stages again by what they were measured to take, where devices differ
+                     in speed or compiled phases from their nodes, and keep the better of both. Takes as long again
     check            run `zbfx.check` on two random microbatches, and refuse a pipeline that fails, or computes other
                      results than the model, such as one whose graph holds a Python value that changes from call to
                      call: True, False, or "auto": where it takes about a second at most, and all tensors have data
@@ -156,6 +156,7 @@ def compile(
         "overlap": overlaps,
         "recompute": recompute,
         "optimizer_slots": optimizer_slots,
+        "rebalance": true_or_false("rebalance", rebalance),
         "check": check,
     }
     traced = partial(trace, model, loss_fn, inputs, kwargs, targets, device=device)
@@ -165,27 +166,25 @@ def compile(
     reduction = Reduction.of(raw, loss_reduction, microbatches)
     joint, random = canonicalize(raw), not backend.startswith("cudagraph")
     compiler = Compiler(backend)
-    node_s = measure.node_timer(costs, joint, hardware, device)
-
-    def stages_on(placement: Sequence[int]) -> Forms:
-        placed = partition(joint, len(placement), seconds=node_s, bytes_per_s=hardware.link_bytes_per_s, cuts=cuts)
-        divided = split(placed)
-
-        def at(level: Level) -> tuple[tuple[Stage, ...], CostTable]:
-            graphs = extract(repeat(divided, [level] * len(placement), in_flight=stages, random=random))
-            load_s = LOAD_S if level == levels[0] else SHORT_LOAD_S
-            conditions = measure.Conditions(device, compiler, overlaps, load_s)
-            return measure.cost_table(costs, graphs, placement, hardware, conditions)
-
-        return Forms(at, tuple(unsplit_notes(divided)))
-
+    cutting = Cutting(
+        joint=joint,
+        ranks=stages,
+        hardware=hardware,
+        node_s=measure.node_timer(costs, joint, hardware, device),
+        cuts=cuts,
+        costs=costs,
+        conditions=measure.Conditions(device, compiler, overlaps),
+        first=levels[0],
+        random=random,
+        rebalance=rebalance,
+    )
     if mem_limit == "auto":
         mem_limit = free_bytes(device, stages)
         optimizer_slots = ADAM_SLOTS if optimizer_slots is None else optimizer_slots
     optimizer_slots = optimizer_slots or 0.0
     setting = Setting(device, backend, optimizer_slots, measured=costs == "measure", overlap=overlaps)
     found = fit(
-        [partial(stages_on, placement) for placement in placements],
+        [partial(cutting.forms, placement) for placement in placements],
         levels,
         Request(microbatches, schedule, mem_limit, overlaps),
         Predictor(raw, signature, microbatches, setting).memory,

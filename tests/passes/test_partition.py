@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 from torch import fx, nn
 
 from tests.models import Maker, Problem, gpt, mlp, numbers, squares, t5, unet_group_norm
-from tests.reference import placed, placed_model
+from tests.reference import placed, placed_model, traced
 from zbfx.graphs import Placed, Role
-from zbfx.passes.partition import module_of
+from zbfx.passes.partition import level_ranks, module_of, partition
 
 aten = torch.ops.aten
 
@@ -87,3 +88,32 @@ def test_read_and_write_of_a_buffer_share_a_stage() -> None:
         if port.role is Role.BUFFER_UPDATE and value in found.stage_of:
             reads = [n for n in value.all_input_nodes if n in found.stage_of]
             assert {found.stage_of[node] for node in reads} <= {found.stage_of[value]}
+
+
+def test_messages_weigh_only_where_they_take_longer_than_the_work() -> None:
+    """Eight equal layers, of which every cut costs as much as half a layer: halves are still equal."""
+    joint = traced(mlp(1, width=64, layers=8))
+
+    def seconds(node: fx.Node) -> float:
+        return float(node.target is aten.addmm.default)
+
+    crossing = 2 * 32 * 64 * 4  # bytes of a value and its gradient, in rows of 32
+    found = partition(joint, range(2), seconds=seconds, bytes_per_s=2.0 * crossing)
+    assert stages_with(found, aten.addmm.default) == [0] * 4 + [1] * 4
+
+
+def test_ranks_are_level_where_they_hold_several_stages() -> None:
+    """Ten layers of 1 s and a head of 6 s, down two ranks and up again: 8 s each, for stages of 2, 4, 4 and 6."""
+    work = numpy.cumsum([0.0, *[1.0] * 10, 6.0])
+    ends, crossing = range(12), numpy.ones(12)
+    found = level_ranks([3, 6, 9], ends, (0, 1, 1, 0), lambda start, end: float(work[end] - work[start]), crossing)
+    first, second, third = found
+    assert (first + work[11] - work[third], work[third] - work[first]) == (8.0, 8.0)
+    assert first < second < third
+
+
+def test_cuts_stay_where_more_would_cross() -> None:
+    work = numpy.cumsum([0.0, *[1.0] * 8, 4.0])
+    crossing = numpy.array([1.0, 1.0, 9.0, 1.0, 9.0, 1.0, 9.0, 1.0, 9.0, 1.0])
+    found = level_ranks([1, 3, 5], range(10), (0, 1, 1, 0), lambda a, b: float(work[b] - work[a]), crossing)
+    assert all(crossing[cut] == 1.0 for cut in found)
