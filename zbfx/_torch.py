@@ -81,6 +81,7 @@ __all__ = [
     "has_gradient_hooks",
     "hook_tables",
     "is_limit_of_fakes",
+    "is_stray_fake",
     "join_shards",
     "local_description",
     "part_tables",
@@ -141,6 +142,11 @@ def is_limit_of_fakes(error: BaseException) -> bool:
     kinds = (UnsupportedFakeTensorException, UnsupportedOperatorException, NotImplementedError)
     words = ("tensor subclass", "FakeTensor", "data pointer", "meta tensor")
     return isinstance(error, kinds) or any(word in str(error) for word in words)
+
+
+def is_stray_fake(error: BaseException) -> bool:
+    """Whether the tracer met a fake tensor that is not one of its own, like one of an earlier pass."""
+    return isinstance(error, AssertionError) and "Unexpected fake" in str(error)
 
 
 def enable_saved_tensor_hooks(*_: object) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zbfx.errors import ZbfxError
+from zbfx.errors import ZbfxError, listed
 from zbfx.passes.recompute import LEVELS, Level
 from zbfx.plan import CostTable, Schedule
 
@@ -58,6 +59,12 @@ def checked_model(model: Any) -> nn.Module:
         raise ZbfxError("model is a scripted module, which cannot be traced. Pass the module it was scripted from")
     if hasattr(model, "_orig_mod"):
         raise ZbfxError("model is compiled by torch.compile. Pass the module itself, and backend='inductor' to zbfx")
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    if unshaped := [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]:
+        raise ZbfxError(
+            f"{listed(unshaped, 3)} get their shapes in the first forward (a lazy module of torch.nn). Run the model "
+            f"once before compile: model(*example_inputs) under torch.no_grad()"
+        )
     return model
 
 

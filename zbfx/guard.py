@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from zbfx._torch import hook_tables, part_tables
 from zbfx.bind import refuse_gradient_hooks
 from zbfx.errors import InputError, listed
+from zbfx.first_forward import OF_MODULES
 from zbfx.trace import LOSS_PREFIX, canonical_names, named_tensors, plain_tensors
 
 NUMBERS = (bool, int, float, complex, str, torch.dtype)
@@ -32,7 +33,7 @@ READS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
 @dataclass(frozen=True)
 class Guard:
     """Of the model when it was traced, by name: each module's training flag, the module itself, its hooks and its plain
-    Python attributes, each parameter's `requires_grad`, and each tensor's dtype and shape."""
+    Python attributes, each parameter's `requires_grad`, each tensor's dtype and shape, and what was None."""
 
     training: Mapping[str, bool]
     trainable: Mapping[str, bool]
@@ -40,6 +41,7 @@ class Guard:
     hooks: Mapping[str, tuple[object, ...]]
     values: Mapping[str, object]
     layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    empty: frozenset[str]
 
     @classmethod
     def of(cls, model: nn.Module, loss_fn: Any) -> Guard:
@@ -60,6 +62,13 @@ class Guard:
                 for attribute in plain_attributes(module)
             },
             {name: layout_of(tensor) for name, tensor in named_tensors(model, loss_fn).items()},
+            frozenset(
+                f"{name}.{attribute}".removeprefix(".")
+                for name, module in modules.items()
+                for table in (vars(module), module._buffers)
+                for attribute, value in table.items()
+                if value is None and attribute not in OF_MODULES
+            ),
         )
 
     def check(self, model: nn.Module, loss_fn: Any, *, evaluation: bool = False) -> None:
@@ -88,6 +97,19 @@ class Guard:
                 )
         if not evaluation or self.training == now.training:  # a mode may bring values of its own
             self.check_values(now)
+
+    def undo(self, model: nn.Module, loss_fn: Any) -> None:
+        """Take out of a copy of the model what plain forwards have made since: new buffers and tensors, and what was
+        None. Another trace begins as the first one did."""
+        for name, module in named_modules(model, loss_fn).items():
+            prefix = f"{name}." if name else ""
+            made = [key for key, value in module._buffers.items() if value is not None]
+            new = [key for key in made if prefix + key not in self.layouts]
+            for key in new:
+                delattr(module, key)
+            for key in [*new, *(vars(module).keys() - OF_MODULES)]:
+                if prefix + key in self.empty:
+                    setattr(module, key, None)
 
     def check_flags(self, now: Guard) -> None:
         for name, before in self.training.items():

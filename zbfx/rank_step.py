@@ -122,7 +122,7 @@ class RankStep(Step):
 
     def build(self, pipe: Pipeline) -> Engine:
         self.channels.open(message_pairs(pipe))
-        engine = rank_engine(pipe, self.tensors, self.channels)
+        engine = rank_engine(pipe, self.tensors.of(pipe.joint), self.channels)
         runner, first = engine.runners[0], self.engine.runners[0]
         runner.flat, runner.shards = first.flat, first.shards  # one set of flat tensors for all shapes
         return engine

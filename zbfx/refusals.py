@@ -44,6 +44,12 @@ def refuse(error: Exception, model: nn.Module, part: str, fails_alone: Callable[
             f"at {user_line(error)}. Use torch.where, or take the decision outside the model"
         ) from error
     refuse_flex_attention(error)
+    if _torch.is_stray_fake(error):
+        raise TraceError(
+            "the model finds a tensor that an earlier forward made and kept outside of its modules' attributes "
+            "(functools.cache, a global, an object): one graph holds no first forward, and what is kept there now has "
+            "no data. Clear it (cache_clear()), and make the tensor in __init__ (register_buffer)"
+        ) from error
     line, module = user_line(error), module_at_work(error, model)
     at = f"in {part}" if line == UNKNOWN_LINE else f"at {line}" + (f" in {module}" if module else "")
     if any("_higher_order_ops" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):

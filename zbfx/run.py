@@ -21,7 +21,7 @@ from zbfx.calls import AddToGradient, Gradient, GradientBucket, ParameterBucket,
 from zbfx.codegen import Program
 from zbfx.errors import PipelineFault
 from zbfx.flat import FlatGradients, Shards
-from zbfx.graphs import Role
+from zbfx.graphs import Joint, Role
 from zbfx.plan import Action, Kind
 from zbfx.relays import Bound
 from zbfx.streams import Beside, second_stream, stream_of
@@ -60,6 +60,10 @@ class Tensors:
 
     named: Mapping[str, Tensor]
     constants: Mapping[str, Tensor]
+
+    def of(self, joint: Joint) -> Tensors:
+        """For another graph of the same model, which has constants of its own."""
+        return Tensors(self.named, joint.constants)
 
 
 class RankRunner:

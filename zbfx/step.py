@@ -283,7 +283,7 @@ class LocalStep(Step):
         return find(self.engine.pipe.request)
 
     def build(self, pipe: Pipeline) -> Engine:
-        return local_engine(pipe, self.engine.runners[0].tensors, self.mailbox)
+        return local_engine(pipe, self.engine.runners[0].tensors.of(pipe.joint), self.mailbox)
 
     def run(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         engine.weigh(rows)

@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from zbfx import _torch
 from zbfx.batch import Signature
-from zbfx.errors import TraceError, ZbfxError
+from zbfx.errors import TraceError, ZbfxError, listed
+from zbfx.first_forward import FirstForward, take_made
 from zbfx.graphs import Joint, Port, Role, copy_graph
 from zbfx.passes.sizes import inline_sizes
 from zbfx.refusals import LIBRARY_FOLDERS, UNKNOWN_LINE, refuse, refuse_flex_attention, refuse_mixed_dtypes
@@ -28,6 +29,10 @@ from zbfx.sizes import Sizes
 from zbfx.tensor_parallel import fake_sharded, is_sharded, localize, place_gradients
 
 MODEL_PREFIX, LOSS_PREFIX = "model.", "loss_fn."
+
+
+class KeptTensors(Exception):
+    """Tracing has failed, and the model has made tensors in the first pass that it may have found in the next."""
 
 
 class Objective(nn.Module):
@@ -41,8 +46,14 @@ class Objective(nn.Module):
         self.lines = UserLines(model) if traced else contextlib.nullcontext()
         self.part = "the model"  # at work: else "loss_fn", or "the backward"
         self.replaced: set[str] = set()  # buffers
+        self.first = FirstForward(("", model), (LOSS_PREFIX.removesuffix("."), loss_fn))
+        self.starts_afresh = False  # every pass is a first forward
+        self.made: list[str] = []  # the names of what it made, a further output each
+        self.results = 1
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+        if self.starts_afresh:
+            self.first.restore()
         buffers = dict(self.named_buffers(remove_duplicate=False))
         place_gradients(self.model)
         loss, *count = self.losses(tensors)
@@ -51,7 +62,11 @@ class Objective(nn.Module):
                 keep_replaced(name, buffer, self.get_buffer(name))
                 self.replaced.add(name.removeprefix(MODEL_PREFIX))
         loss.register_hook(self.keep_buffers)
-        return (loss, *count) if count else loss
+        made = self.first.made() if self.starts_afresh else {}
+        self.made = [name for name, (found, _) in made.items() for _ in found]
+        copies = [tensor.detach().clone() for found, _ in made.values() for tensor in found]
+        self.results = 1 + len(count)
+        return (loss, *count, *copies) if count or copies else loss
 
     def losses(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         args, kwargs = self.signature.unflatten(tensors)
@@ -177,12 +192,14 @@ def trace(
     device: torch.device,
     evaluation: bool = False,
     sizes: Sizes | None = None,
+    undo: Callable[[nn.Module, Any], None] = lambda *_: None,
 ) -> tuple[Joint, Signature]:
     """The joint graph of one microbatch on `device`, and the structure of the call.
 
     Parameters and inputs may live on the meta device. Raises `TraceError` where the model needs values of tensors
     to decide what to run, or has no loss to differentiate: the message names the user's line. `sizes` says which sizes
-    of the microbatch are symbols; those that the model computes from them are arguments of the graph's nodes.
+    of the microbatch are symbols; those that the model computes from them are arguments of the graph's nodes. `undo`
+    takes out of a copy of model and loss what plain forwards have made since an earlier trace.
     """
     signature = Signature.of(example_inputs, example_kwargs, example_targets)
     for spec, example in zip(
@@ -197,33 +214,41 @@ def trace(
             )
             for index, spec in enumerate(signature.tensors)
         ]
-    fake_model, fake_loss_fn = fake_copies(model, loss_fn, fake_mode, device)
-    objective = Objective(fake_model, fake_loss_fn, signature)
-    if evaluation:
-        objective.eval()
+
+    def objective_of(*, traced: bool = True) -> Objective:
+        copies = fake_copies(model, loss_fn, fake_mode, device)
+        undo(*copies)
+        objective = Objective(*copies, signature, traced=traced)
+        return objective.eval() if evaluation else objective
 
     def fails_alone() -> bool:
         """Whether plain PyTorch fails on these arguments too, on tensors without data."""
-        alone = Objective(*fake_copies(model, loss_fn, fake_mode, device), signature, traced=False)
-        if evaluation:
-            alone.eval()
         try:
             with fake_mode, torch.enable_grad():
-                alone.losses(tuple(inputs))
+                objective_of(traced=False).losses(tuple(inputs))
         except Exception:
             return True
         return False
 
+    def captured(objective: Objective) -> fx.GraphModule:
+        try:
+            with fake_mode, _torch.without_fake_logs():
+                return _torch.capture_joint(objective, inputs)
+        except ZbfxError as error:
+            refuse_flex_attention(error)
+            raise
+        except Exception as error:
+            if objective.first.made() and not objective.starts_afresh:
+                raise KeptTensors from error
+            with _torch.without_fake_logs():
+                refuse(error, objective.model, objective.part, fails_alone)
+            raise
+
+    objective = objective_of()
     try:
-        with fake_mode, _torch.without_fake_logs():
-            module = _torch.capture_joint(objective, inputs)
-    except ZbfxError as error:
-        refuse_flex_attention(error)
-        raise
-    except Exception as error:
-        with _torch.without_fake_logs():
-            refuse(error, fake_model, objective.part, fails_alone)
-        raise
+        module = captured(objective)
+    except KeptTensors:
+        objective, module = afresh(objective_of, captured)
     refuse_mixed_dtypes(module.graph)
     if any(map(is_sharded, model.parameters())):
         module = localize(module)
@@ -231,6 +256,33 @@ def trace(
     joint = as_joint(module, signature, canonical)
     joint = replace(joint, replaced=frozenset(canonical[name] for name in objective.replaced))
     return (inline_sizes(joint) if sizes else joint), signature
+
+
+def afresh(
+    objective_of: Callable[[], Objective], captured: Callable[[Objective], fx.GraphModule]
+) -> tuple[Objective, fx.GraphModule]:
+    """Trace a model that finds tensors of its last forward, as if each were its first (`zbfx.first_forward`)."""
+    objective = objective_of()
+    objective.starts_afresh = True
+    module = captured(objective)
+    changing = take_made(module, objective.results, objective.made)
+    if not changing:
+        return objective, module
+    places = {name: line for name, (_, line) in objective.first.made().items()}
+    objective = objective_of()
+    objective.starts_afresh, objective.first.leave = True, tuple(changing)
+    try:
+        module = captured(objective)
+    except TraceError as error:
+        found = listed(f"{name} (set at {line})" if (line := places.get(name)) else name for name in changing)
+        raise TraceError(
+            f"the model makes {found} in its first forward and finds it in the next, made from the microbatch, from "
+            f"parameters, from buffers that it writes, or at random: one graph holds no first forward. Make it in "
+            f"__init__ (register_buffer), or run the model once before compile: a tensor that it has then is one of "
+            f"the pipeline's buffers"
+        ) from error
+    take_made(module, objective.results, objective.made)
+    return objective, module
 
 
 def named_tensors(model: nn.Module, loss_fn: Any) -> dict[str, Tensor]:

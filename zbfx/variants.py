@@ -172,6 +172,7 @@ def traced(
         device=pipe.device,
         evaluation=evaluation,
         sizes=sizes,
+        undo=pipe.guard.undo,
     )
     return separate_count(raw), signature
 
