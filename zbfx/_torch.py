@@ -7,6 +7,7 @@ DataDependentOutputException, ...   2.11.0, 2.13.0   what fake tensors raise whe
 torch._subclasses.fake_tensor       2.11.0, 2.13.0   also the name of its logger
 torch.utils._pytree                 2.11.0, 2.13.0   nested inputs to flat leaves with key paths
 _saved_tensors_hooks_set_tracing    2.13.0           whether saved-tensor hooks rest while tracing
+"Unexpected fake", ...              2.11.0, 2.13.0   what the tracer says of fake tensors that are not its own
 FunctionalTensor                    2.11.0, 2.13.0   tensors whose in-place writes leave what is under them alone
 _foreach_norm, _foreach_copy_       2.11.0, 2.13.0   one kernel for many tensors
 _set_mkldnn_enabled                 2.11.0, 2.13.0   backends.mkldnn.flags sets more, and warns of it
@@ -146,7 +147,7 @@ def is_limit_of_fakes(error: BaseException) -> bool:
 
 def is_stray_fake(error: BaseException) -> bool:
     """Whether the tracer met a fake tensor that is not one of its own, like one of an earlier pass."""
-    return isinstance(error, AssertionError) and "Unexpected fake" in str(error)
+    return any(words in str(error) for words in ("Unexpected fake", "in tensor_tracker"))
 
 
 def enable_saved_tensor_hooks(*_: object) -> None:

@@ -17,13 +17,13 @@ from zbfx.codegen import Program, generate
 from zbfx.engine import local_runners, take_turns
 from zbfx.errors import ZbfxError, first_line
 from zbfx.graphs import Joint, Role, copy_graph
+from zbfx.objective import Objective
 from zbfx.passes.canonicalize import allow_any_strides, canonicalize
 from zbfx.passes.nodes import is_random
 from zbfx.passes.positions import line_up
 from zbfx.plan import Action, Kind
 from zbfx.run import Tensors
 from zbfx.schedule import build
-from zbfx.trace import Objective
 
 if TYPE_CHECKING:
     from zbfx.pipeline import Pipeline

@@ -22,7 +22,8 @@ from zbfx._torch import hook_tables, part_tables
 from zbfx.bind import refuse_gradient_hooks
 from zbfx.errors import InputError, listed
 from zbfx.first_forward import OF_MODULES
-from zbfx.trace import LOSS_PREFIX, canonical_names, named_tensors, plain_tensors
+from zbfx.objective import LOSS_PREFIX
+from zbfx.trace import canonical_names, named_tensors, plain_tensors
 
 NUMBERS = (bool, int, float, complex, str, torch.dtype)
 PLAIN = (*NUMBERS, FunctionType, BuiltinFunctionType)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -111,3 +112,12 @@ def refuse_flex_attention(error: BaseException) -> None:
             f"operator, whose backward cannot be split (and does not exist on a CPU). Use "
             f"torch.nn.functional.scaled_dot_product_attention, with the scores' bias or mask as attn_mask"
         ) from error
+
+
+def refuse_subclass(name: str, tensor: Any) -> None:
+    """A tensor made of other tensors, like DTensor, is not one value that a stage can hold or send."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        raise TraceError(
+            f"{name} is a {type(tensor).__name__}, a tensor made of other tensors; expected a plain torch.Tensor. "
+            f"Give the pipeline plain tensors (for a DTensor, `.to_local()` or `.full_tensor()`), and shard around it"
+        )

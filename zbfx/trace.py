@@ -6,177 +6,28 @@ buffers, and the copy is traced.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
 
 from zbfx import _torch
 from zbfx.batch import Signature
 from zbfx.errors import TraceError, ZbfxError, listed
-from zbfx.first_forward import FirstForward, take_made
+from zbfx.first_forward import take_made
 from zbfx.graphs import Joint, Port, Role, copy_graph
+from zbfx.objective import LOSS_PREFIX, MODEL_PREFIX, Objective
 from zbfx.passes.sizes import inline_sizes
-from zbfx.refusals import LIBRARY_FOLDERS, UNKNOWN_LINE, refuse, refuse_flex_attention, refuse_mixed_dtypes
+from zbfx.refusals import UNKNOWN_LINE, refuse, refuse_flex_attention, refuse_mixed_dtypes, refuse_subclass
 from zbfx.sizes import Sizes
-from zbfx.tensor_parallel import fake_sharded, is_sharded, localize, place_gradients
-
-MODEL_PREFIX, LOSS_PREFIX = "model.", "loss_fn."
+from zbfx.tensor_parallel import fake_sharded, is_sharded, localize
 
 
 class KeptTensors(Exception):
     """Tracing has failed, and the model has made tensors in the first pass that it may have found in the next."""
-
-
-class Objective(nn.Module):
-    """Model and loss as one module over the flat tensors of a microbatch; returns the scalar loss."""
-
-    def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Any] | None, signature: Signature, *, traced: bool = True
-    ) -> None:
-        super().__init__()
-        self.model, self.loss_fn, self.signature = model, loss_fn, signature
-        self.lines = UserLines(model) if traced else contextlib.nullcontext()
-        self.part = "the model"  # at work: else "loss_fn", or "the backward"
-        self.replaced: set[str] = set()  # buffers
-        self.first = FirstForward(("", model), (LOSS_PREFIX.removesuffix("."), loss_fn))
-        self.starts_afresh = False  # every pass is a first forward
-        self.made: list[str] = []  # the names of what it made, a further output each
-        self.results = 1
-
-    def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-        if self.starts_afresh:
-            self.first.restore()
-        buffers = dict(self.named_buffers(remove_duplicate=False))
-        place_gradients(self.model)
-        loss, *count = self.losses(tensors)
-        for name, buffer in buffers.items():
-            if self.get_buffer(name) is not buffer:
-                keep_replaced(name, buffer, self.get_buffer(name))
-                self.replaced.add(name.removeprefix(MODEL_PREFIX))
-        loss.register_hook(self.keep_buffers)
-        made = self.first.made() if self.starts_afresh else {}
-        self.made = [name for name, (found, _) in made.items() for _ in found]
-        copies = [tensor.detach().clone() for found, _ in made.values() for tensor in found]
-        self.results = 1 + len(count)
-        return (loss, *count, *copies) if count or copies else loss
-
-    def losses(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        args, kwargs = self.signature.unflatten(tensors)
-        with self.lines:
-            output = self.model(*args[: self.signature.input_count], **kwargs)
-            if self.loss_fn is None:
-                return (checked_loss(model_loss(output), "the model"),)
-            self.part = "loss_fn"
-            loss = self.loss_fn(output, *args[self.signature.input_count :])
-            if not isinstance(loss, tuple):
-                return (checked_loss(loss, "loss_fn"),)
-            return checked_loss(loss[0], "loss_fn"), checked_count(loss)
-
-    def keep_buffers(self, _: Tensor) -> None:
-        """As the backward begins: recomputing reads buffers as the forward found them, and its writes go nowhere."""
-        self.part = "the backward"
-        for module in self.modules():
-            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-                module._buffers[name] = _torch.functional(buffer)
-
-
-def keep_replaced(name: str, before: Tensor, after: Tensor | None) -> None:
-    """A buffer that the model replaces (`self.count = self.count + 1`) is written like one changed in place."""
-    if after is None or after.shape != before.shape or after.dtype != before.dtype:
-        found = "nothing" if after is None else f"{after.dtype} of shape {tuple(after.shape)}"
-        raise TraceError(
-            f"the model replaces {name.removeprefix(MODEL_PREFIX)}, {before.dtype} of shape {tuple(before.shape)}, by "
-            f"{found}: one graph cannot hold both. Keep shape and dtype, or keep the value out of the model"
-        )
-    with torch.no_grad():
-        before.copy_(after.detach())
-
-
-def model_loss(output: Any) -> Any:
-    """The loss in the output of a model that computes it: the output itself, its `.loss`, or its first entry."""
-    if isinstance(output, dict):
-        return output.get("loss")
-    if isinstance(output, tuple) and output:
-        return output[0]
-    return getattr(output, "loss", output)
-
-
-def checked_loss(loss: Any, source: str) -> Tensor:
-    refuse_subclass(f"the loss that {source} returns", loss)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise TraceError(
-            f"{source} must return a scalar loss; found {found}. "
-            f"Pass loss_fn=(outputs, *targets) -> scalar, or let the model return its loss (as `.loss`, or first)"
-        )
-    if not loss.requires_grad:
-        raise TraceError(
-            f"the loss that {source} returns does not require grad: no trainable parameter reaches it. "
-            f"Check requires_grad of the parameters, and that nothing detaches the loss or runs under torch.no_grad(). "
-            f"A loss that computes its own gradient returns it from the backward of a torch.autograd.Function"
-        )
-    return loss.reshape(()) if loss.ndim else loss
-
-
-def checked_count(loss: tuple[Any, ...]) -> Tensor:
-    if len(loss) != 2 or not isinstance(loss[1], Tensor) or loss[1].numel() != 1:
-        raise TraceError(
-            f"loss_fn returns a scalar, or (sum, count) of two scalar tensors; found {len(loss)} entries, "
-            f"the second {type(loss[1]).__name__ if len(loss) > 1 else 'missing'}. "
-            f"Count on tensors: (targets != -100).sum()"
-        )
-    return loss[1].detach().reshape(())
-
-
-class UserLines(TorchFunctionMode):
-    """Writes the user's file and line, and the submodule at work, into every node traced: `model.py:12 in blocks.0`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.modules = [""]
-        for name, module in model.named_modules():
-            module.register_forward_pre_hook(lambda _module, _args, name=name: self.modules.append(name))
-            module.register_forward_hook(self.leave, always_call=True)
-
-    def leave(self, *_: Any) -> None:
-        self.modules.pop()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith(LIBRARY_FOLDERS):
-            frame = frame.f_back
-        if frame is not None:
-            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            fx.traceback.set_stack_trace([f"{line} in {self.modules[-1]}" if self.modules[-1] else line])
-            if writes(func) and type(args[0]) is Tensor:
-                raise TraceError(
-                    f"the model writes in place ({func.__name__}) into a tensor of shape {tuple(args[0].shape)} that "
-                    f"it holds outside its parameters and buffers, at {line}: the write would be lost. Make it a "
-                    f"buffer (register_buffer), or write into a copy"
-                )
-            if func is Tensor.backward:
-                raise TraceError(
-                    f"the model or its loss runs a backward of its own (Tensor.backward) at {line}: its gradients "
-                    f"would be lost. Return the loss, or give its gradient in the backward of a torch.autograd.Function"
-                )
-        # The fused layer of the CPU library keeps what its backward needs only where autograd sees it run.
-        fused = func is torch.lstm
-        with _torch.without_mkldnn() if fused else contextlib.nullcontext():
-            return func(*args, **(kwargs or {}))
-
-
-def writes(func: Any) -> bool:
-    """Whether a torch function changes its first argument: `add_`, `__iadd__`, `__setitem__`."""
-    name = str(getattr(func, "__name__", ""))
-    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
 
 
 # A step may meet a new shape, and evaluate its first batch, where no gradients are asked for.
@@ -320,15 +171,6 @@ def fake_like(tensor: Tensor, fake_mode: Any, device: torch.device) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake
-
-
-def refuse_subclass(name: str, tensor: Any) -> None:
-    """A tensor made of other tensors, like DTensor, is not one value that a stage can hold or send."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        raise TraceError(
-            f"{name} is a {type(tensor).__name__}, a tensor made of other tensors; expected a plain torch.Tensor. "
-            f"Give the pipeline plain tensors (for a DTensor, `.to_local()` or `.full_tensor()`), and shard around it"
-        )
 
 
 def fake_copies(model: nn.Module, loss_fn: Any, fake_mode: Any, device: torch.device) -> tuple[nn.Module, Any]:
