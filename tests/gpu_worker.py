@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import product
@@ -26,6 +27,7 @@ import zbfx
 from benchmarks.gpt import GPT, GPTConfig, next_token_loss
 from zbfx import copies
 from zbfx.copies import INBOX_BYTES, SLOT_BYTES, close_lines, open_lines, room
+from zbfx.fingerprint import fingerprints
 from zbfx.place import find_place
 
 SMALL = GPTConfig(layers=6, hidden=256, heads=4, sequence=128, vocabulary=512)
@@ -278,6 +280,41 @@ def missing(device: torch.device) -> None:
         step(*batch)
 
 
+def started(device: torch.device) -> dict[str, Any]:
+    """Warnings of binds to models with a seed for each rank, and with one; what a step says of a model that was moved,
+    and its gradients once it is back, in other memory and with other values."""
+    found: dict[str, Any] = {"warnings": []}
+    for alike in (False, True):
+        model, batch = model_and_batch(SMALL, MICROBATCHES * 2, device)
+        torch.manual_seed(0 if alike else dist.get_rank())
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        pipe = compiled(model, batch, MICROBATCHES, schedule="zb-h1", backend="cudagraph")
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            step = pipe.bind()
+        found["warnings"].append([str(note.message) for note in told if note.category is UserWarning])
+        if not alike:
+            step.close()
+    found["hashes"] = [fingerprints(p.to(d) for p in model.parameters()) for d in (device, torch.device("cpu"))]
+    for _ in range(3):
+        step(*batch)
+    model.cpu()
+    try:
+        step(*batch)
+    except zbfx.InputError as refusal:
+        found["refusal"] = str(refusal)
+    blocker = [torch.full_like(p, torch.nan, device=device) for p in model.parameters()]  # in the memory of before
+    model.to(device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    found["captured"] = gradients(step, *batch)
+    found["eager"] = gradients(compiled(model, batch, MICROBATCHES, schedule="zb-h1").bind(), *batch)
+    found["blocked"] = len(blocker)
+    return found
+
+
 SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
     "equal": equal,
     "steady": steady,
@@ -286,6 +323,7 @@ SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
     "one microbatch": one_microbatch,
     "lines": lines,
     "apart": apart,
+    "started": started,
     "failing": failing,
     "missing": missing,
 }

@@ -106,6 +106,20 @@ def test_one_gpu(tmp_path: Path) -> None:
                 assert torch.equal(value, rank["one process"][name]), (case, name)
 
 
+def test_values_and_places_of_parameters(tmp_path: Path) -> None:
+    """Captured steps follow a model that was moved away and back."""
+    for index, rank in enumerate(launch(2, "started", tmp_path)):
+        (seeds,), same = rank["warnings"]
+        assert seeds.startswith("ranks of one pipeline have different values of ")
+        assert "(rank 0 and rank 1)" in seeds
+        assert same == []
+        assert rank["hashes"][0] == rank["hashes"][1]
+        assert f"the pipeline was bound on cuda:{index % torch.cuda.device_count()}; found " in rank["refusal"]
+        assert "on cpu. Move the model back (model.to('cuda" in rank["refusal"]
+        assert rank["captured"].keys() == rank["eager"].keys()
+        assert all(torch.equal(value, rank["eager"][name]) for name, value in rank["captured"].items())
+
+
 def test_messages_by_copies(tmp_path: Path) -> None:
     assert launch(2, "lines", tmp_path) == [[True] * 6] * 2
 

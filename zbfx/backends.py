@@ -10,7 +10,7 @@ cudagraph+inductor  compiled phases, captured
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -69,6 +69,7 @@ class Capture:
     prefix: Part | None = None  # what runs before the verdict on an optimizer step
     received: frozenset[str] = frozenset()  # messages for later that the prefix receives
     watched: tuple[Any, ...] = ()
+    addresses: tuple[int, ...] = ()  # of the parameters and buffers that it reads
 
 
 class CapturedStep(RankStep):
@@ -85,6 +86,7 @@ class CapturedStep(RankStep):
         super().__init__(*args, **options)
         self.engine.runners[0].keep_gradients = True
         self.static_rows: dict[int, list[list[Tensor]]] = {}
+        self.tensors_of: dict[int, list[Tensor]] = {}
 
     def build(self, pipe: Pipeline) -> Engine:
         engine = super().build(pipe)
@@ -103,12 +105,14 @@ class CapturedStep(RankStep):
         for static_row, row in zip(self.static_rows[id(engine)], rows, strict=True):
             for static, tensor in zip(static_row, row, strict=True):
                 static.copy_(tensor, non_blocking=True)
-        starts = engine.captured is None or runner.recorder is not None
+        addresses = tuple(map(Tensor.data_ptr, self.held(engine)))
+        moved = engine.captured is not None and engine.captured.addresses != addresses
+        starts = engine.captured is None or moved or runner.recorder is not None
         if starts:
             if self.optimizer is not None:
                 self.optimizer.settle()  # capturing binds the gradients anew
             runner.pending = None
-            engine.captured = self.capture(engine)
+            engine.captured = replace(self.capture(engine), addresses=addresses)
         captured: Capture = engine.captured
         if runner.recorder is not None:
             self.channels.barrier()
@@ -128,6 +132,13 @@ class CapturedStep(RankStep):
         if runner.watched is not None:
             runner.watched[:] = captured.watched
         return captured.loss.clone()
+
+    def held(self, engine: Engine) -> list[Tensor]:
+        """The parameters and buffers of this rank, whose memory `model.to(...)` there and back changes."""
+        if id(engine) not in self.tensors_of:
+            names = sorted(engine.runners[0].tensor_names)
+            self.tensors_of[id(engine)] = [self.tensors.named[name] for name in names]
+        return self.tensors_of[id(engine)]
 
     def capture(self, engine: Engine) -> Capture:
         torch.cuda.synchronize()
