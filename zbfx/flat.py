@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from zbfx.errors import InputError, listed
 from zbfx.reductions import Bucket
 
 
@@ -32,17 +33,28 @@ class Shards:
         self.replica, self.replicas = replica, replicas
         self.flat: dict[str, Tensor] = {}
         self.parameters: dict[str, nn.Parameter] = {}  # by bucket
+        self.views: dict[str, Tensor] = {}
         for bucket in buckets:
             flat, views = flattened(bucket, named[bucket.names[0]].device, replicas)
             for name, view in views.items():
                 view.copy_(named[name].detach())
                 named[name].data = view
+            self.views |= views
             self.flat[bucket.key] = flat
             self.parameters[bucket.key] = nn.Parameter(self.own(flat))
 
     def own(self, flat: Tensor) -> Tensor:
         """This replica's part of a flat tensor."""
         return flat.chunk(self.replicas)[self.replica]
+
+    def check(self, named: Mapping[str, Tensor]) -> None:
+        """Raises `InputError` if a parameter is no view of a flat tensor any more: new values would not reach it."""
+        moved = [name for name, view in self.views.items() if named[name].data_ptr() != view.data_ptr()]
+        if moved:
+            raise InputError(
+                f"with zero=1 parameters are views of flat tensors; found {listed(moved, 3)} in memory of their own, "
+                f"as after model.to(...) or parameter.data = ...: bind the pipeline again, or copy values in place"
+            )
 
 
 class FlatGradients:

@@ -83,6 +83,12 @@ class RankStep(Step):
             self.fault = self.channels.fail(error)
             raise PipelineFault(self.fault) from error
 
+    def check_model(self, *, evaluation: bool = False) -> None:
+        super().check_model(evaluation=evaluation)
+        shards = self.engine.runners[0].shards
+        if shards is not None:
+            shards.check(self.tensors.named)
+
     def compare_first(self, batch: Batch) -> None:
         """The first batch is the same in all bits on every rank. Later ones are not compared: that would make the ranks
         wait for each other, and on a GPU for the device."""
