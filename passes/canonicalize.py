@@ -1,7 +1,8 @@
 """Joint -> Joint in the form that the other passes expect.
 
 1. No `detach`, no `alias`, no slice that leaves nothing out: in a functional graph they are their input.
-2. A buffer that the model writes is read once, through a clone, so that later microbatches cannot change what was read.
+2. A buffer that the model writes is read once, through a clone, so that later microbatches cannot change what was read,
+   and written after that.
 3. A parameter's gradient is listed as its separate contributions, not as their sum: each then belongs to one stage.
 4. A fused backward node that computes an expensive gradient of both kinds becomes two nodes.
 5. Every output is computed: one that is an input gets a clone, as does a loss that keeps more memory than its own.
@@ -70,6 +71,7 @@ def canonicalize(joint: Joint) -> Joint:
     write_what_is_copied(joint)
     clone_passed_inputs(graph)
     clone_written_buffers(joint)
+    write_after_reading(joint)
     joint = separate_contributions(joint)
     split_masked_backwards(graph)
     allow_any_strides(graph)
@@ -141,10 +143,25 @@ def clone_written_buffers(joint: Joint) -> None:
             first_use = min(placeholder.users)
             with joint.graph.inserting_before(first_use):
                 clone = joint.graph.call_function(aten.clone.default, (placeholder,))
-            clone.meta = {**placeholder.meta, "is_backward": False}
+            where = {key: first_use.meta[key] for key in ("stack_trace",) if key in first_use.meta}
+            clone.meta = {**placeholder.meta, **where, "is_backward": False}
             for user in list(placeholder.users):
                 if user is not clone:
                     user.replace_input_with(placeholder, clone)
+
+
+def write_after_reading(joint: Joint) -> None:
+    """A buffer's new value that is known before the old one is read gets a clone behind the read: what is written there
+    is written in the stage that reads, microbatch by microbatch, whatever is cut in between."""
+    reads = {port.name: clone for node, port in joint.input_ports().items() for clone in node.users}
+    output, values = joint.graph.output_node(), list(joint.output_values)
+    for index, (value, port) in enumerate(zip(joint.output_values, joint.outputs, strict=True)):
+        read = reads.get(port.name) if port.role is Role.BUFFER_UPDATE else None
+        if read is not None and value < read:
+            with joint.graph.inserting_after(read):
+                values[index] = joint.graph.call_function(aten.clone.default, (value,))
+            values[index].meta = {**read.meta, "val": value.meta["val"]}
+    output.args = (tuple(values),)
 
 
 def separate_contributions(joint: Joint) -> Joint:

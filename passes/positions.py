@@ -77,8 +77,10 @@ def dependents(joint: Joint, role: Role) -> set[fx.Node]:
 
 
 def without_position(joint: Joint, gradients: set[fx.Node]) -> set[fx.Node]:
-    """Nodes that every stage computes for itself: cheap, not random, made of parameters alone or of inputs alone."""
+    """Nodes that every stage computes for itself: cheap, not random, made of parameters alone or of inputs alone, and
+    no new value of a buffer."""
     written = {port.name for port in joint.outputs if port.role is Role.BUFFER_UPDATE}
+    updates = {v for v, port in zip(joint.output_values, joint.outputs, strict=True) if port.name in written}
     kinds: dict[fx.Node, set[Role]] = {}
     for node, port in joint.input_ports().items():
         if port.role is Role.PARAMETER:
@@ -90,7 +92,7 @@ def without_position(joint: Joint, gradients: set[fx.Node]) -> set[fx.Node]:
         sources = node.all_input_nodes
         if node.op != "call_function" or node in gradients or is_random(node) or flop_formula(node) is not None:
             continue
-        if not node.users or not all(source in kinds for source in sources):
+        if node in updates or not node.users or not all(source in kinds for source in sources):
             continue
         kind = set[Role]().union(*(kinds[source] for source in sources))
         if kind <= {Role.INPUT} or (kind == {Role.PARAMETER} and (is_view(node) or node.target in CASTS)):

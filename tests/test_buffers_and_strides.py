@@ -83,6 +83,39 @@ def test_cut_between_two_uses_of_a_batch_norm_is_refused() -> None:
     agree(problem, 2, cuts=["third"])
 
 
+class Lagging(nn.Module):
+    """Reads, at its end, a buffer whose next value it knows at its start (`of` what)."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.of = of
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+        self.last: Tensor
+        self.register_buffer("last", torch.ones(4, 4))  # of a microbatch
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = self.layers
+        hidden = result = first(x)
+        for layer in others:
+            result = torch.tanh(layer(result))
+        seen = self.last.reshape(2, 8).t().reshape(4, 4) if self.of == "view" else self.last
+        result = result + seen
+        self.last.copy_(x * 2 if self.of == "input" else hidden.detach())
+        return result
+
+
+@pytest.mark.parametrize("of", ["hidden", "view", "input"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_buffer_whose_next_value_is_known_before_it_is_read(of: str, stages: int) -> None:
+    """Microbatch by microbatch, whatever is cut between them, and whichever stage is ahead."""
+    agree(Problem(Lagging(of), squares, (numbers(8, 4),)), stages)
+
+
+def test_a_cut_may_begin_with_a_batch_norm() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4))
+    agree(Problem(model, squares, (numbers(4, 4),)), 2, cuts=["1"])
+
+
 class GroupNormOfTransposed(nn.Module):
     """Its group norm gets a gradient from a mean squared error of values in another order than the targets."""
 

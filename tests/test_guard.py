@@ -367,3 +367,15 @@ def test_local_steps_close() -> None:
     with pytest.raises(ZbfxError, match="this step was closed"):
         step.run_split([])
     assert step.count == 1
+
+
+def test_a_forward_of_the_modules_own_is_seen() -> None:
+    given = problem()
+    step = compiled(given, 2, 1).run_local()
+    layer: Any = given.model.get_submodule("first")
+    before = layer.forward
+    layer.forward = lambda x: 100 * before(x)
+    with pytest.raises(InputError, match=r"^first\.forward was replaced since the model was traced"):
+        step(*given.inputs)
+    del layer.forward
+    step(*given.inputs)

@@ -20,6 +20,7 @@ from benchmarks.gpt import GPT, GPTConfig
 from tests.models import Problem, gpt, mlp, numbers, squares, token_loss
 from tests.reference import activations, assert_same, compiled, cut, default_dtype, reference, stepped
 from zbfx.digest import digest
+from zbfx.errors import InputError, TraceError
 from zbfx.graphs import Role
 from zbfx.plan import Kind
 
@@ -325,3 +326,39 @@ def test_phases_are_named_after_stage_and_kind() -> None:
     ]
     assert [kind for stage in pipe.stages for kind in stage.phases] == [Kind.F, Kind.B, Kind.W] * 2
     assert len(cut(mlp(3).inputs, 3)) == 3
+
+
+def test_tensors_elsewhere_that_want_a_gradient_are_refused() -> None:
+    """They train in plain PyTorch, and would get no gradient from a graph in which they are constants."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    problem, scale = Problem(model, squares, (numbers(4, WIDTH),)), torch.tensor(2.0, requires_grad=True)
+    weight = model.get_parameter("0.weight")
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scales = model, (nn.Parameter(torch.ones(())),)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.inner(x) * self.scales[0]
+
+    cases = [
+        replace(problem, loss_fn=lambda output: squares(scale * output)),
+        replace(problem, loss_fn=lambda output: squares(output) + weight.norm()),
+        replace(problem, model=Scaled()),
+    ]
+    for case in cases:
+        with pytest.raises(TraceError, match=r"requires a gradient is read at .*test_trace\.py:\d+, and would get"):
+            compiled(case, 2, 2)
+    compiled(replace(problem, loss_fn=lambda output: squares(scale.detach() * output)), 2, 2)
+
+
+def test_inputs_that_others_made_are_refused() -> None:
+    """A gradient would end at the inputs."""
+    model, encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Linear(WIDTH, WIDTH)
+    step = compiled(Problem(model, squares, (numbers(4, WIDTH),)), 2, 2).run_local()
+    with pytest.raises(InputError, match=r"inputs\[0\] is the result of other modules .*\(AddmmBackward0\): make"):
+        step(encoder(numbers(4, WIDTH)))
+    with torch.no_grad():
+        made = encoder(numbers(4, WIDTH))
+    step(made)

@@ -88,6 +88,11 @@ class Signature:
                         f"{leaf.name} was a tensor in the example microbatch; found {type(value).__name__}. "
                         f"Pass a tensor, or compile again with this value"
                     )
+                if value.grad_fn is not None:
+                    raise InputError(
+                        f"{leaf.name} is the result of other modules or operators, to which no gradient would flow "
+                        f"({value.grad_fn.name()}): make them part of the model, or pass {leaf.name}.detach()"
+                    )
                 tensors.append(value)
             elif type(leaf.value) is not type(value) or not same_value(leaf.value, value):
                 raise InputError(

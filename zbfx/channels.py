@@ -275,9 +275,8 @@ class Channels:
         for this one fail at once. Returns the first failure of all ranks."""
         if self.overdue is not None:
             self.overdue.close()
-        first = self.first_fault(
-            str(error) if isinstance(error, PipelineFault) else f"{self.name}: {type(error).__name__}: {error}"
-        )
+        said = f"{type(error).__name__}: {error}".removesuffix(": ")  # a KeyboardInterrupt says nothing
+        first = self.first_fault(str(error) if isinstance(error, PipelineFault) else f"{self.name}: {said}")
         traceback.clear_frames(error.__traceback__)  # pending operations in their locals keep connections open
         lines, self.lines = self.lines, {}  # others may still write to their memory: it stays
         if lines and self.overdue is not None:

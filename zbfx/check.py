@@ -65,7 +65,7 @@ class Report:
         return "\n".join([head, *map(str, self.findings)])
 
 
-def check(pipe: Pipeline, *, seed: int = 0, tolerance: float = 1e-6, floor: float = 0.0) -> Report:
+def check(pipe: Pipeline, *, seed: int = 0, tolerance: float = 1e-6, floor: float = 1e-12) -> Report:
     """Run the joint graph of two microbatches, and the same through the stages' F, B and W apart, on random data.
 
     The second microbatch differs from the first in every value. Results are equal if they agree in bits, or, where a

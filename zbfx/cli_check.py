@@ -32,7 +32,7 @@ def check_command(options: argparse.Namespace) -> None:
     import zbfx  # brings torch, which the planning commands do without
 
     function = load(options.target)
-    given = checked_arguments(options.target, function(), inspect.signature(zbfx.compile))
+    given = checked_arguments(options.target, called(options.target, function), inspect.signature(zbfx.compile))
     arguments = {"stages": 2, "microbatches": 2, "schedule": "1f1b", **given, "check": False}
     if options.stages is not None:
         arguments["stages"] = options.stages
@@ -40,6 +40,15 @@ def check_command(options: argparse.Namespace) -> None:
     if not report:
         raise ZbfxError(f"the pipeline is wrong: {report}")
     print(report)
+
+
+def called(target: str, function: Callable[[], Mapping[str, Any]]) -> Any:
+    """What the function returns. Raises `ZbfxError` if it cannot be called without arguments."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise ZbfxError(f"{target} is {EXAMPLE}; it takes arguments: {error}") from error
+    return function()
 
 
 def checked_arguments(target: str, given: Any, signature: inspect.Signature) -> Mapping[str, Any]:
@@ -59,6 +68,8 @@ def checked_arguments(target: str, given: Any, signature: inspect.Signature) -> 
 def load(target: str) -> Callable[[], Mapping[str, Any]]:
     """The function that `FILE.py:FUNCTION` or `module:function` names."""
     place, _, name = target.rpartition(":")
+    if not place:
+        raise ZbfxError(f"check takes FILE.py:FUNCTION, {EXAMPLE}; found {target!r}, without a ':'")
     try:
         function = getattr(load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place), name)
     except (ImportError, AttributeError, ValueError, FileNotFoundError) as error:

@@ -33,13 +33,15 @@ READS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
 
 @dataclass(frozen=True)
 class Guard:
-    """Of the model when it was traced, by name: each module's training flag, the module itself, its hooks and its plain
-    Python attributes, each parameter's `requires_grad`, each tensor's dtype and shape, and what was None."""
+    """Of the model when it was traced, by name: each module's training flag, the module itself, its hooks, a forward
+    that it has beside that of its class, and its plain Python attributes, each parameter's `requires_grad`, each
+    tensor's dtype and shape, and what was None."""
 
     training: Mapping[str, bool]
     trainable: Mapping[str, bool]
     modules: Mapping[str, nn.Module]
     hooks: Mapping[str, tuple[object, ...]]
+    forwards: Mapping[str, object]
     values: Mapping[str, object]
     layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     empty: frozenset[str]
@@ -57,6 +59,7 @@ class Guard:
             },
             modules,
             {name: hooks_of(module) for name, module in modules.items()},
+            {name: vars(module).get("forward") for name, module in modules.items()},
             {
                 f"{name}.{attribute}".removeprefix("."): getattr(module, attribute)
                 for name, module in modules.items()
@@ -95,6 +98,12 @@ class Guard:
                     f"the hooks of {name or 'the model'} changed since it was traced: those of then, {len(hooks)}, "
                     f"are part of the graph, and none else runs; found {len(now.hooks[name])}. Register hooks before "
                     f"compile, or compile again"
+                )
+        for name, forward in self.forwards.items():
+            if now.forwards[name] is not forward:
+                raise InputError(
+                    f"{f'{name}.forward'.removeprefix('.')} was replaced since the model was traced; the graph holds "
+                    f"the one of then. Put it back, or compile again"
                 )
         if not evaluation or self.training == now.training:  # a mode may bring values of its own
             self.check_values(now)
@@ -179,6 +188,7 @@ class Watch:
         self.seen: dict[bool, tuple[list[object], list[object]]] = {}
         self.handles: int | None = None
         modules = list(dict.fromkeys(guard.modules.values()))
+        self.spaces = [vars(module) for module in modules]
         self.tables = [table for module in modules for table in (*part_tables(module), *hook_tables(module))]
         attributes = [(module, name) for module in modules for name in ("training", *plain_attributes(module))]
         attributes += [
@@ -194,6 +204,7 @@ class Watch:
         return [
             *chain.from_iterable(table.values() for table in self.tables if table),
             *map(getattr, self.owners, self.attributes, repeat(MISSING)),
+            *[space.get("forward") for space in self.spaces],
             *map(attrgetter("requires_grad"), self.parameters),
             *map(attrgetter("dtype"), self.distinct),
         ]

@@ -37,6 +37,7 @@ class Objective(nn.Module):
         self.starts_afresh = False  # every pass is a first forward
         self.made: list[str] = []  # the names of what it made, a further output each
         self.results = 1
+        self.leaves: list[Tensor] = []  # to which the gradient of the loss flows
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         if self.starts_afresh:
@@ -48,6 +49,7 @@ class Objective(nn.Module):
             if self.get_buffer(name) is not buffer:
                 keep_replaced(name, buffer, self.get_buffer(name))
                 self.replaced.add(name.removeprefix(MODEL_PREFIX))
+        self.leaves = leaves_of(loss)
         loss.register_hook(self.keep_buffers)
         made = self.first.made() if self.starts_afresh else {}
         self.made = [name for name, (found, _) in made.items() for _ in found]
@@ -111,6 +113,18 @@ def checked_loss(loss: Any, source: str) -> Tensor:
             f"A loss that computes its own gradient returns it from the backward of a torch.autograd.Function"
         )
     return loss.reshape(()) if loss.ndim else loss
+
+
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """The tensors to which the gradient of a loss flows."""
+    found, seen, waiting = list[Tensor](), set[Any](), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found += [node.variable] if hasattr(node, "variable") else []
+            waiting += [source for source, _ in node.next_functions]
+    return found
 
 
 def checked_count(loss: tuple[Any, ...]) -> Tensor:

@@ -72,7 +72,7 @@ def find_place(rank_count: int, rank_or_mesh: int | DeviceMesh | None) -> Place:
             f"pass a DeviceMesh with the dimensions ('{REPLICAS}', '{RANKS}') for several replicas"
         )
     if rank_or_mesh not in (None, own):
-        raise ZbfxError(f"rank is this process's rank in torch.distributed, {own}; found {rank_or_mesh}")
+        raise ZbfxError(f"rank is this process's rank in torch.distributed, {own}; found {rank_or_mesh!r}")
     return Place(((tuple(range(world)),),), 0, 0, own)
 
 

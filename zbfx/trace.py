@@ -7,7 +7,7 @@ buffers, and the copy is traced.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -104,7 +104,7 @@ def trace(
     if any(map(is_sharded, model.parameters())):
         module = localize(module)
     canonical = canonical_names(model, loss_fn)
-    joint = as_joint(module, signature, canonical)
+    joint = as_joint(module, signature, canonical, objective.leaves)
     joint = replace(joint, replaced=frozenset(canonical[name] for name in objective.replaced))
     return (inline_sizes(joint) if sizes else joint), signature
 
@@ -203,8 +203,11 @@ def fake_copies(model: nn.Module, loss_fn: Any, fake_mode: Any, device: torch.de
         ) from error
 
 
-def as_joint(module: fx.GraphModule, signature: Signature, canonical: Mapping[str, str]) -> Joint:
-    """Read the roles off the tracer's descriptors; lift tensor constants to inputs; give tied tensors one name."""
+def as_joint(
+    module: fx.GraphModule, signature: Signature, canonical: Mapping[str, str], leaves: Sequence[Tensor]
+) -> Joint:
+    """Read the roles off the tracer's descriptors; lift tensor constants to inputs, none of which may be one of the
+    `leaves`, to which gradients flow; give tied tensors one name."""
     graph = copy_graph(module.graph)
     inputs = [input_port(node.meta["desc"], signature, canonical) for node in graph.find_nodes(op="placeholder")]
     constants: dict[str, Tensor] = {}
@@ -220,6 +223,7 @@ def as_joint(module: fx.GraphModule, signature: Signature, canonical: Mapping[st
             inputs.append(Port(Role.CONSTANT, name))
         node.replace_all_uses_with(placeholders[name])
         graph.erase_node(node)
+    refuse_learning({name: t for name, t in constants.items() if any(t is leaf for leaf in leaves)}, placeholders)
     output = graph.output_node()
     kept = [
         (value, output_port(value, description, signature, canonical))
@@ -233,6 +237,19 @@ def as_joint(module: fx.GraphModule, signature: Signature, canonical: Mapping[st
         )
     output.args = (tuple(value for value, _ in kept),)
     return Joint(graph, tuple(inputs), tuple(port for _, port in kept), constants)
+
+
+def refuse_learning(constants: Mapping[str, Tensor], placeholders: Mapping[str, fx.Node]) -> None:
+    """Tensors that the code finds elsewhere are constants of the graph: what would train them in plain PyTorch would be
+    lost."""
+    for name, tensor in constants.items():
+        lines = [user.meta["stack_trace"] for user in placeholders[name].users if user.meta.get("stack_trace")]
+        raise TraceError(
+            f"a tensor of shape {tuple(tensor.shape)} that requires a gradient is read at "
+            f"{lines[0] if lines else 'an unknown line'}, and would get none: it is no parameter that the model or its "
+            f"loss holds under a name. Make it an attribute (nn.Parameter, nn.ParameterList), pass a loss that is an "
+            f"nn.Module and holds it, or read its .detach()"
+        )
 
 
 def input_port(description: Any, signature: Signature, canonical: Mapping[str, str]) -> Port:
