@@ -9,6 +9,7 @@ several stages, cuts then move for the sake of the heaviest rank.
 from __future__ import annotations
 
 import operator
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -16,12 +17,13 @@ from itertools import pairwise
 
 import networkx
 import numpy
+import torch
 from torch import fx
 
 from zbfx.errors import ZbfxError, listed
 from zbfx.graphs import Joint, Line, Placed, Port, Role, copy_graph
 from zbfx.passes.nodes import storage_owner, value_bytes
-from zbfx.passes.positions import line_up
+from zbfx.passes.positions import IS_PLACED, line_up
 
 SLACK = 1.005
 MAX_CANDIDATES = 600
@@ -72,16 +74,19 @@ def recompute_within_stages(joint: Joint, line: Line, stage_of: Mapping[fx.Node,
 
 def place_like(joint: Joint, owners: Mapping[str, frozenset[int]], stage_count: int) -> Placed:
     """Place a canonical joint graph by its parameters: each node in the earliest stage, not before that of the node
-    ahead of it, that owns all parameters and buffers that it reads.
+    ahead of it, that owns all parameters and buffers that it reads. What reads a buffer later than any of its owners,
+    and writes none, reads a copy that an owner makes: where training writes a buffer, evaluation may only read it.
 
     `owners` names the stages that own each. Raises `ZbfxError` if no such stage is left for a node.
     """
     line = line_up(joint)
     ports = joint.input_ports()
-    stage, stages = 0, []
+    stage, stages = 0, list[int]()
     for node in line.forward:
         for name in sorted(names_read(node, line, ports) & owners.keys()):
             later = [owner for owner in owners[name] if owner >= stage]
+            if not later and (passing := passed_on(joint, name, line.forward[bisect_right(stages, max(owners[name]))])):
+                return place_like(passing, owners, stage_count)
             if not later:
                 raise ZbfxError(
                     f"the model runs its parts in another order than when it was compiled: {name}, of stage "
@@ -90,6 +95,29 @@ def place_like(joint: Joint, owners: Mapping[str, frozenset[int]], stage_count: 
             stage = min(later)
         stages.append(stage)
     return Placed(joint, line, {node: stages[k] for node, k in line.position.items()}, stage_count)
+
+
+def passed_on(joint: Joint, name: str, before: fx.Node) -> Joint | None:
+    """The joint graph with a copy of a buffer in front of a node and of all that read the buffer, which read the copy.
+    None if this is no buffer, one that the graph writes, or one with a copy already."""
+    if any(port.name == name for port in joint.outputs):
+        return None
+    graph = copy_graph(joint.graph)
+    copies = dict(zip(joint.graph.nodes, graph.nodes, strict=True))
+    (placeholder,) = (copies[node] for node, port in joint.input_ports().items() if port.name == name)
+    users = list(placeholder.users)
+    if any(IS_PLACED in user.meta for user in users) or not is_buffer(joint, name):
+        return None
+    with graph.inserting_before(min(copies[before], *users)):
+        copy = graph.call_function(torch.ops.aten.clone.default, (placeholder,))
+    copy.meta = {**placeholder.meta, "is_backward": False, IS_PLACED: True}
+    for user in users:
+        user.replace_input_with(placeholder, copy)
+    return replace(joint, graph=graph)
+
+
+def is_buffer(joint: Joint, name: str) -> bool:
+    return any(port.name == name and port.role is Role.BUFFER for port in joint.inputs)
 
 
 def names_read(node: fx.Node, line: Line, ports: Mapping[fx.Node, Port]) -> set[str]:

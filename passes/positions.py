@@ -21,6 +21,7 @@ from zbfx.passes.nodes import flop_formula, is_random, is_view
 
 aten = torch.ops.aten
 
+IS_PLACED = "is_placed"  # in the meta of a node: it has a position, whatever it is made of
 CASTS = {aten._to_copy.default}
 
 
@@ -92,7 +93,12 @@ def without_position(joint: Joint, gradients: set[fx.Node]) -> set[fx.Node]:
         sources = node.all_input_nodes
         if node.op != "call_function" or node in gradients or is_random(node) or flop_formula(node) is not None:
             continue
-        if node in updates or not node.users or not all(source in kinds for source in sources):
+        if (
+            node in updates
+            or IS_PLACED in node.meta
+            or not node.users
+            or not all(source in kinds for source in sources)
+        ):
             continue
         kind = set[Role]().union(*(kinds[source] for source in sources))
         if kind <= {Role.INPUT} or (kind == {Role.PARAMETER} and (is_view(node) or node.target in CASTS)):

@@ -111,6 +111,36 @@ def test_buffer_whose_next_value_is_known_before_it_is_read(of: str, stages: int
     agree(Problem(Lagging(of), squares, (numbers(8, 4),)), stages)
 
 
+class Averaged(nn.Module):
+    """Takes away a mean of the inputs of training, read whole or through views."""
+
+    def __init__(self, *, views: bool) -> None:
+        super().__init__()
+        self.views, self.linear = views, nn.Linear(4, 4)
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x + self.linear(x).relu() - (self.mean.view(1, 4).expand(x.shape) if self.views else self.mean)
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_evaluation_of_buffers_that_only_training_writes(views: bool, stages: int) -> None:
+    """A cut through a module may leave the buffer in one stage, and what reads it in evaluation in the next."""
+    problem = Problem(nn.Sequential(*(Averaged(views=views) for _ in range(4))), squares, (numbers(8, 4),))
+    eager = copy.deepcopy(problem.model)
+    step = compiled(problem, stages, 2).run_local()
+    for rows in problem.inputs[0].split(4):
+        eager(rows)
+    step(*problem.inputs)
+    eager.eval()
+    expected = torch.stack([squares(eager(rows)) for rows in problem.inputs[0].split(4)]).mean()
+    assert torch.allclose(step.evaluate(*problem.inputs), expected, rtol=TOLERANCE, atol=0.0)
+
+
 def test_a_cut_may_begin_with_a_batch_norm() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4))
     agree(Problem(model, squares, (numbers(4, 4),)), 2, cuts=["1"])
