@@ -285,6 +285,14 @@ def test_optimizer_slots(slots: Any) -> None:
     )
 
 
+def test_memory_limits_that_are_no_bytes() -> None:
+    message = refusal(mlp(2), mem_limit=1.5)
+    assert message == (
+        "mem_limit is a number of bytes; found 1.5. Say '1.5x' for so many times what the activations of 1F1B need"
+    )
+    assert refusal(mlp(2), mem_limit=b"1x") == "a memory limit is a number of bytes above 0; found b'1x'"
+
+
 def test_arguments_of_bind_run_local_and_check() -> None:
     pipe = compiled(mlp(2), 2, 2)
     for timeout_s in (-1, 0, "a", float("nan"), float("inf"), None):

@@ -18,6 +18,8 @@ from zbfx.plan import CostTable, Schedule
 V_SCHEDULES = ("zb-v", "zb-v-order", "v-half", "v-min")
 LINEAR_SCHEDULES = ("1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
 
+FEW_BYTES = 1000.0  # less than any limit
+
 
 def whole_number(name: str, value: Any, meaning: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -136,6 +138,16 @@ def refuse_stages_per_rank(schedule: str, found: int | None) -> None:
             f"schedule={schedule!r} has {holds}; found stages_per_rank={found}. Leave stages_per_rank out, or choose "
             f"another schedule ('auto', 'ilp' and 'gpipe' take any)"
         )
+
+
+def checked_limit(mem_limit: Any) -> Any:
+    """A multiple that is no text would be taken for bytes."""
+    if isinstance(mem_limit, float) and 0 < mem_limit < FEW_BYTES:
+        raise ZbfxError(
+            f"mem_limit is a number of bytes; found {mem_limit!r}. Say '{mem_limit:g}x' for so many times what the "
+            f"activations of 1F1B need"
+        )
+    return mem_limit
 
 
 def levels_of(recompute: Any, mem_limit: Any, costs: Any) -> tuple[Level, ...]:

@@ -17,6 +17,7 @@ from zbfx.arguments import (
     checked_cuts,
     checked_device,
     checked_examples,
+    checked_limit,
     checked_model,
     checked_overlap,
     checked_schedule,
@@ -133,7 +134,7 @@ def compile(
     hardware = cost.hardware_of(device)
     fixed = isinstance(costs, CostTable) or cuts is not None
     placements = placements_of(checked_schedule(schedule), stages, stages_per_rank, fixed=fixed)
-    levels = levels_of(recompute, mem_limit, costs)
+    levels = levels_of(recompute, checked_limit(mem_limit), costs)
     whole_number("microbatches", microbatches, "how many microbatches a step runs")
     backend, cuts, check = checked_backend(backend, device), checked_cuts(cuts), checked_choice(check)
     overlaps = checked_overlap(overlap, device)

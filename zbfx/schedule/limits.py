@@ -36,8 +36,8 @@ def limit_per_rank(costs: CostTable, mem_limit: MemLimit) -> tuple[Number, ...] 
         return None
     if isinstance(mem_limit, str):
         return limit_from_text(costs, mem_limit)
-    for limit in mem_limit if isinstance(mem_limit, Sequence) else (mem_limit,):
-        if isinstance(limit, bool | str) or not 0 < limit < math.inf:
+    for limit in mem_limit if isinstance(mem_limit, Sequence) and not isinstance(mem_limit, bytes) else (mem_limit,):
+        if isinstance(limit, bool | str | bytes) or not 0 < limit < math.inf:
             raise ZbfxError(f"a memory limit is a number of bytes above 0; found {limit!r}")
     if not isinstance(mem_limit, Sequence):
         return (mem_limit,) * costs.rank_count
