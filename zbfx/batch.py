@@ -88,11 +88,6 @@ class Signature:
                         f"{leaf.name} was a tensor in the example microbatch; found {type(value).__name__}. "
                         f"Pass a tensor, or compile again with this value"
                     )
-                if value.grad_fn is not None:
-                    raise InputError(
-                        f"{leaf.name} is the result of other modules or operators, to which no gradient would flow "
-                        f"({value.grad_fn.name()}): make them part of the model, or pass {leaf.name}.detach()"
-                    )
                 tensors.append(value)
             elif type(leaf.value) is not type(value) or not same_value(leaf.value, value):
                 raise InputError(
@@ -146,6 +141,11 @@ class Signature:
         pairs = list(zip(self.tensors, self.flatten(args, kwargs), strict=True))
         refuse_uncut(pairs, microbatches)
         for spec, tensor in pairs:
+            if tensor.grad_fn is not None:
+                raise InputError(
+                    f"{spec.name} is the result of other modules or operators, to which no gradient would flow "
+                    f"({tensor.grad_fn.name()}): make them part of the model, or pass {spec.name}.detach()"
+                )
             whole = spec.batch_dim is None
             expected = spec.shape if whole else (spec.shape[0] * microbatches, *spec.shape[1:])
             if tuple(tensor.shape) != expected:
