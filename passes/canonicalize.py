@@ -143,8 +143,7 @@ def clone_written_buffers(joint: Joint) -> None:
             first_use = min(placeholder.users)
             with joint.graph.inserting_before(first_use):
                 clone = joint.graph.call_function(aten.clone.default, (placeholder,))
-            where = {key: first_use.meta[key] for key in ("stack_trace",) if key in first_use.meta}
-            clone.meta = {**placeholder.meta, **where, "is_backward": False}
+            clone.meta = {**placeholder.meta, "stack_trace": first_use.meta.get("stack_trace"), "is_backward": False}
             for user in list(placeholder.users):
                 if user is not clone:
                     user.replace_input_with(placeholder, clone)

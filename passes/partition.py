@@ -100,24 +100,20 @@ def place_like(joint: Joint, owners: Mapping[str, frozenset[int]], stage_count: 
 def passed_on(joint: Joint, name: str, before: fx.Node) -> Joint | None:
     """The joint graph with a copy of a buffer in front of a node and of all that read the buffer, which read the copy.
     None if this is no buffer, one that the graph writes, or one with a copy already."""
-    if any(port.name == name for port in joint.outputs):
+    read, port = next((node, port) for node, port in joint.input_ports().items() if port.name == name)
+    is_written = any(port.name == name for port in joint.outputs)
+    if port.role is not Role.BUFFER or is_written or any(IS_PLACED in user.meta for user in read.users):
         return None
     graph = copy_graph(joint.graph)
     copies = dict(zip(joint.graph.nodes, graph.nodes, strict=True))
-    (placeholder,) = (copies[node] for node, port in joint.input_ports().items() if port.name == name)
+    placeholder = copies[read]
     users = list(placeholder.users)
-    if any(IS_PLACED in user.meta for user in users) or not is_buffer(joint, name):
-        return None
     with graph.inserting_before(min(copies[before], *users)):
         copy = graph.call_function(torch.ops.aten.clone.default, (placeholder,))
     copy.meta = {**placeholder.meta, "is_backward": False, IS_PLACED: True}
     for user in users:
         user.replace_input_with(placeholder, copy)
     return replace(joint, graph=graph)
-
-
-def is_buffer(joint: Joint, name: str) -> bool:
-    return any(port.name == name and port.role is Role.BUFFER for port in joint.inputs)
 
 
 def names_read(node: fx.Node, line: Line, ports: Mapping[fx.Node, Port]) -> set[str]:

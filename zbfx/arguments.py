@@ -150,6 +150,16 @@ def checked_limit(mem_limit: Any) -> Any:
     return mem_limit
 
 
+def checked_rebalance(rebalance: Any, costs: Any, cuts: Any) -> bool:
+    """Whether to cut stages again; only where they are measured, and no cuts are the user's."""
+    if true_or_false("rebalance", rebalance) and (costs != "measure" or cuts is not None):
+        raise ZbfxError(
+            f"rebalance=True cuts stages again by their measured seconds, so it needs costs='measure' and no cuts; "
+            f"found costs={costs if isinstance(costs, str) else 'a table'!r}, cuts={cuts!r}"
+        )
+    return bool(rebalance)
+
+
 def levels_of(recompute: Any, mem_limit: Any, costs: Any) -> tuple[Level, ...]:
     """The levels of recomputation that a plan may use, least first."""
     if recompute != "auto":

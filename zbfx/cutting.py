@@ -10,7 +10,6 @@ from torch import fx
 
 from zbfx.clock import SHORT_LOAD_S
 from zbfx.cost import Hardware
-from zbfx.errors import ZbfxError
 from zbfx.fit import Forms
 from zbfx.graphs import Joint, Placed, Stage
 from zbfx.measure import Conditions, cost_table
@@ -39,13 +38,6 @@ class Cutting:
     first: Level
     random: bool
     rebalance: bool
-
-    def __post_init__(self) -> None:
-        if self.rebalance and (self.costs != "measure" or self.cuts is not None):
-            raise ZbfxError(
-                f"rebalance=True cuts stages again by their measured seconds, so it needs costs='measure' and no cuts; "
-                f"found costs={self.costs if isinstance(self.costs, str) else 'a table'!r}, cuts={self.cuts!r}"
-            )
 
     def forms(self, placement: Sequence[int]) -> Forms:
         """The stages of a placement."""

@@ -46,6 +46,10 @@ def end_process(reason: str) -> None:
     os._exit(1)
 
 
+def start(watch: Callable[[], None]) -> None:
+    threading.Thread(target=watch, name="zbfx overdue", daemon=True).start()
+
+
 class Overdue:
     """Watches, from a thread of its own, that the device gets through each step that the host has begun.
 
@@ -66,13 +70,12 @@ class Overdue:
         self.done, self.fault, self.end = done, fault, end
         self.begun = 0
         self.closed = threading.Event()
-        self.threads: list[threading.Thread] = []
 
     def begin(self) -> None:
         """The host begins a step."""
         self.begun += 1
-        if not self.threads:
-            self.start(self.watch)
+        if self.begun == 1:
+            start(self.watch)
 
     def close(self) -> None:
         """Watch no longer."""
@@ -81,12 +84,7 @@ class Overdue:
     def failed(self, reason: str, drained: Callable[[], bool]) -> None:
         """This process has failed: it ends unless its device is `drained` soon."""
         self.close()
-        self.start(lambda: self.watch_last_words(reason, drained))
-
-    def start(self, target: Callable[[], None]) -> None:
-        thread = threading.Thread(target=target, name="zbfx overdue", daemon=True)
-        self.threads.append(thread)
-        thread.start()
+        start(lambda: self.watch_last_words(reason, drained))
 
     def watch(self) -> None:
         moved = known = time.monotonic()

@@ -20,12 +20,12 @@ from zbfx.arguments import (
     checked_limit,
     checked_model,
     checked_overlap,
+    checked_rebalance,
     checked_schedule,
     device_of,
     finite_number,
     levels_of,
     placements_of,
-    true_or_false,
     whole_number,
 )
 from zbfx.backends import CapturedStep, checked_backend
@@ -157,7 +157,7 @@ def compile(
         "overlap": overlaps,
         "recompute": recompute,
         "optimizer_slots": optimizer_slots,
-        "rebalance": true_or_false("rebalance", rebalance),
+        "rebalance": checked_rebalance(rebalance, costs, cuts),
         "check": check,
     }
     traced = partial(trace, model, loss_fn, inputs, kwargs, targets, device=device)
