@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,8 +50,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 @torch.no_grad()
-def phases(options: argparse.Namespace, place: Place) -> dict[str, torch.cuda.CUDAGraph]:
-    """F, B and W of the second stage, on made-up values, each as a graph."""
+def phases(options: argparse.Namespace, place: Place) -> tuple[dict[str, torch.cuda.CUDAGraph], list[Any]]:
+    """F, B and W of the second stage, each as a graph, and the made-up values that they read."""
     with torch.device("meta"):
         model = GPT(CONFIGS[options.config]).to(place.dtype)
     ids, targets = batch(CONFIGS[options.config], options.b, place.device)
@@ -65,31 +66,32 @@ def phases(options: argparse.Namespace, place: Place) -> dict[str, torch.cuda.CU
         backend=options.backend,
         check=False,
     )
-    graphs = {}
+    graphs, made = {}, []
     for kind, phase in pipe.stages[1].phases.items():
         values = [node.meta.get("val", 0) for node in phase.module.graph.find_nodes(op="placeholder")]
-        call = partial(keeping, pipe.compiler(phase), [dummy(value, place.device) for value in values])
-        graphs[str(kind)] = captured(call, repetitions=1)
-    return graphs
+        made.append([dummy(value, place.device) for value in values])
+        graphs[str(kind)] = captured(partial(keeping, pipe.compiler(phase), made[-1]), repetitions=1)
+    return graphs, made
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     world = World.from_environment("cuda")
     place = Place(world.rank, world.ranks, world.device, torch.bfloat16, timeout_s=options.timeout_s)
-    graphs = phases(options, place) if world.rank == 0 else {}  # alone: no process group yet
+    graphs, _alive = phases(options, place) if world.rank == 0 else ({}, [])  # alone: no process group yet
+    world.gather("compiled", None)
     payload = torch.zeros(2**20, device=world.device)
     with time_limit(options.timeout_s), world.process_group("waiting", options.timeout_s):
         timeout = timedelta(seconds=options.timeout_s)
         groups = [new_group((0, 1), timeout, "nccl", NCCL_BLOCKS) for _ in range(max(RECEIVES))]
-        for turn, count in enumerate((max(RECEIVES), *RECEIVES)):  # the first turn warms up
+        for turn, count in enumerate((max(RECEIVES), *RECEIVES)):  # the first makes the communicators, by both ranks
             chosen = groups[:count]
             if world.rank == 0:
                 receives = [dist.irecv(payload, src=1, group=group) for group in chosen]
                 seconds = in_turn_s(graphs, options.load_s) if turn else {}
+            if turn:
                 world.gather(f"timed/{turn}", None)
-            else:
-                world.gather(f"timed/{turn}", None)
+            if world.rank == 1:
                 receives = [dist.isend(payload, dst=0, group=group) for group in chosen]
             for receive in receives:
                 assert receive is not None, "both processes are members"

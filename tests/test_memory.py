@@ -78,6 +78,21 @@ def test_compiled_phases_let_go_of_their_arguments() -> None:
             torch.testing.assert_close(result, reference)
 
 
+def test_compiled_products_are_added_where_the_gradient_is() -> None:
+    """Neither into a copy of it, nor copied back."""
+    phase = compiled(mlp(2), 1, 2, schedule="zb-h1").stages[0].phases[Kind.W]
+    args = [dummy(n.meta["val"], torch.device("cpu")) for n in phase.module.graph.find_nodes(op="placeholder")]
+    run = Compiler("inductor")(phase)
+    with torch.no_grad():
+        run(list(args))
+        with torch.profiler.profile(acc_events=True) as profile:
+            run(list(args))
+    calls = {event.key: event.count for event in profile.key_averages()}
+    weights = [name for name in phase.gradients if name.endswith("weight")]
+    assert calls["aten::addmm_"] == len(weights)
+    assert "aten::addmm" not in calls
+
+
 def test_what_kernels_were_measured_to_hold_counts_while_they_run() -> None:
     pipe = compiled(gpt(MICROBATCHES), 2, MICROBATCHES, schedule="zb-h1")
     hidden = {Kind.F: 10**6, Kind.B: 3 * 10**6, Kind.W: 2 * 10**6}

@@ -15,6 +15,7 @@ from torch.fx.graph import CodeGen
 
 from zbfx._torch import inductor
 from zbfx.graphs import Phase, copy_graph
+from zbfx.passes.accumulate import sealed
 
 Boxed = Callable[[list[Any]], Any]
 
@@ -65,7 +66,7 @@ def compiled(phase: Phase) -> Boxed:
     def run(box: list[Any]) -> Any:
         layouts = tuple(value.stride() if isinstance(value, Tensor) else None for value in box)
         if layouts not in made:
-            made[layouts] = inductor(fx.GraphModule(torch.nn.Module(), copy_graph(phase.module.graph), phase.name), box)
+            made[layouts] = inductor(fx.GraphModule(torch.nn.Module(), sealed(phase.module.graph), phase.name), box)
         return made[layouts](box)
 
     return run
