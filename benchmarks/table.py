@@ -1,6 +1,7 @@
 """The benchmark's JSON lines as a markdown page: `python -m benchmarks.table FILE ... > benchmarks/RESULTS.md`.
 
-A row is compared with rows of the same model, microbatch, ranks, code and machine only.
+A row is compared with rows of the same model, microbatch, ranks, code and machine only. Where several versions of the
+code were measured, those of the first files come first.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ def read(paths: Iterable[Path]) -> list[Row]:
 
 def page(rows: Sequence[Row]) -> str:
     """The whole page: a section for every model, microbatch and machine."""
-    keyed = sorted(rows, key=setting)
+    seen = list(dict.fromkeys(map(setting, rows)))
+    keyed = sorted(rows, key=lambda row: (setting(row)[:-1], seen.index(setting(row))))
     return "\n".join([TITLE, *(section(list(group)) for _, group in groupby(keyed, key=setting))])
 
 
 def setting(row: Row) -> tuple[str, ...]:
-    """What two rows must have in common to be compared, the number of microbatches aside."""
+    """What two rows must have in common to be compared, the number of microbatches aside; the code last."""
     return (row.config, f"{row.b:4d}", f"{row.p:4d}", row.device, row.dtype, row.torch, row.nccl or "", row.commit)
 
 

@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--b", type=int, default=6, help="sequences in a microbatch")
     flags.add_argument("--stages", type=int, default=4)
     flags.add_argument("--backend", default="inductor")
-    flags.add_argument("--load-s", type=float, default=2.0)
+    flags.add_argument("--warm-s", type=float, default=2.0, help="seconds of load before each timing")
     flags.add_argument("--timeout-s", type=float, default=120.0)
     flags.add_argument("--commit", help="recorded in every row; asked from git by default")
     flags.add_argument("--out", type=Path, default=Path("waiting.jsonl"), help="rows are appended")
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             chosen = groups[:count]
             if world.rank == 0:
                 receives = [dist.irecv(payload, src=1, group=group) for group in chosen]
-                seconds = in_turn_s(graphs, options.load_s) if turn else {}
+                seconds = in_turn_s(graphs, options.warm_s) if turn else {}
             if turn:
                 world.gather(f"timed/{turn}", None)
             if world.rank == 1:

@@ -15,8 +15,9 @@ from zbfx.streams import second_stream
 
 REPETITIONS = 8  # calls per timing, back to back
 TIMINGS = 5  # of which the median counts
-LOAD_S = 3.5  # half of it warms up: under full load a GPU lowers its clock, and then moves it up and down for seconds
-SHORT_LOAD_S = 1.5  # enough on one that was under load a moment ago
+WARM_S = 4.5  # under full load a GPU gets hot and lowers its clock, by 3 % within this time and little after it
+SHORT_WARM_S = 0.25  # enough on one that was under load a moment ago
+COUNTED_S = 0.75  # under load, after that
 
 Call = Callable[[], Any]
 
@@ -65,19 +66,20 @@ def graph_s(call: Call) -> float:
     return median(a.elapsed_time(b) / 1e3 / REPETITIONS for a, b in pairwise(marks))
 
 
-def sustained_s(calls: Mapping[str, Call], device: torch.device, load_s: float) -> dict[str, float]:
-    """Median seconds of each call, all of them in turn; on a GPU for `load_s`, of which the second half counts."""
+def sustained_s(calls: Mapping[str, Call], device: torch.device, warm_s: float) -> dict[str, float]:
+    """Median seconds of each call, all of them in turn; on a GPU after `warm_s` of the same load."""
     if device.type != "cuda":
         return {kind: process_s(call) for kind, call in calls.items()}
-    return in_turn_s({kind: captured(call, repetitions=1) for kind, call in calls.items()}, load_s)
+    return in_turn_s({kind: captured(call, repetitions=1) for kind, call in calls.items()}, warm_s)
 
 
-def in_turn_s(graphs: Mapping[str, torch.cuda.CUDAGraph], load_s: float) -> dict[str, float]:
+def in_turn_s(graphs: Mapping[str, torch.cuda.CUDAGraph], warm_s: float) -> dict[str, float]:
     """Median seconds of each graph, as `sustained_s` says. Waits for nothing else that the device does."""
     seconds: dict[str, list[float]] = {kind: [] for kind in graphs}
-    begun = time.perf_counter()
-    while time.perf_counter() < begun + load_s or min(map(len, seconds.values()), default=TIMINGS) < TIMINGS:
-        warm = time.perf_counter() >= begun + load_s / 2
+    counts_from = time.perf_counter() + warm_s
+    end = counts_from + COUNTED_S
+    while time.perf_counter() < end or min(map(len, seconds.values()), default=TIMINGS) < TIMINGS:
+        warm = time.perf_counter() >= counts_from
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(graphs) + 1)]
         marks[0].record()
         for graph, mark in zip(graphs.values(), marks[1:], strict=True):

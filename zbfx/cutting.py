@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from zbfx.clock import SHORT_LOAD_S
+from zbfx.clock import SHORT_WARM_S
 from zbfx.cost import Hardware
 from zbfx.fit import Forms
 from zbfx.graphs import Joint, Placed, Stage
@@ -58,8 +58,8 @@ class Cutting:
         def at(level: Level) -> tuple[tuple[Stage, ...], CostTable]:
             levels = [level] * len(placement)
             graphs = extract(recompute(divided, levels, in_flight=self.ranks, random=self.random))
-            warm = self.conditions if level == self.first else replace(self.conditions, load_s=SHORT_LOAD_S)
-            return cost_table(self.costs, graphs, placement, self.hardware, warm)
+            conditions = self.conditions if level == self.first else replace(self.conditions, warm_s=SHORT_WARM_S)
+            return cost_table(self.costs, graphs, placement, self.hardware, conditions)
 
         return Forms(at, tuple(unsplit_notes(divided)))
 

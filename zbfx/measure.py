@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from zbfx.boxed import Boxed
-from zbfx.clock import LOAD_S, SHORT_LOAD_S, call_s, most_bytes, side_by_side, sustained_s
+from zbfx.clock import SHORT_WARM_S, WARM_S, call_s, most_bytes, side_by_side, sustained_s
 from zbfx.cost import Hardware, estimate, node_s
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Joint, Phase, Stage
@@ -42,13 +42,13 @@ def node_timer(
 
 @dataclass(frozen=True)
 class Conditions:
-    """How phases are measured: on `device`, as `compiled` runs them, the first stage's in `load_s` of load; with
-    `overlap` also Ws beside Bs."""
+    """How phases are measured: on `device`, as `compiled` runs them, after `warm_s` of load; with `overlap` also Ws
+    beside Bs."""
 
     device: torch.device
     compiled: Callable[[Phase], Boxed]
     overlap: bool
-    load_s: float = LOAD_S
+    warm_s: float = WARM_S
 
 
 def cost_table(
@@ -130,10 +130,11 @@ def measured_costs(
     # With several replicas the first `ranks` processes measure for all; the others put the same load on the machine.
     distributed = dist.is_initialized() and dist.get_world_size() % ranks == 0
     own = [s for s in stages if not distributed or placement[s.index] == dist.get_rank() % ranks]
+    ready = [prepared(stage, conditions) for stage in own]  # before the first is timed: a device that waits cools down
     found: dict[int, Measured] = {}
-    for stage in own:
-        load_s = SHORT_LOAD_S if found else conditions.load_s
-        found[stage.index] = measured_stage(stage, table.stages[stage.index], conditions, load_s)
+    for one in ready:
+        warm_s = SHORT_WARM_S if found else conditions.warm_s
+        found[one.stage.index] = measured_stage(one, table.stages[one.stage.index], conditions, warm_s)
     edges = table.edges
     if distributed:
         everywhere = exchange("compile (costs of stages)", found)
@@ -150,33 +151,62 @@ def with_hidden_bytes(stage: Stage, hidden: Mapping[Kind, int]) -> Stage:
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """A stage whose phases can be called, again and again, on made-up values, and per phase what its kernels hold
+    beside the values of its graph."""
+
+    stage: Stage
+    calls: Mapping[Kind, Callable[[], Any]]
+    hidden_bytes: Mapping[Kind, int]
+
+
+@torch.no_grad()
+def prepared(stage: Stage, conditions: Conditions) -> Prepared:
+    """Compiles the stage's phases. What several of them read, they read from the same memory."""
+    device = conditions.device
+    made: dict[Any, Any] = {}
+
+    def value_of(key: Any, node: fx.Node) -> Any:
+        if key not in made:
+            made[key] = dummy(node.meta["val"], device) if "val" in node.meta else 0
+        return made[key]
+
+    calls: dict[Kind, Callable[[], Any]] = {}
+    for kind, phase in stage.phases.items():
+        if not phase.is_empty:
+            inputs = phase.module.graph.find_nodes(op="placeholder")
+            args = [value_of(key, node) for key, node in zip(argument_keys(phase), inputs, strict=True)]
+            calls[kind] = partial(keeping, conditions.compiled(phase), args)
+    hidden = {kind: hidden_bytes(stage.phases[kind], call, device) for kind, call in calls.items()}
+    return Prepared(stage, calls, hidden)
+
+
+def argument_keys(phase: Phase) -> list[Any]:
+    """What tells the arguments of a stage's phases apart: equal in two phases that get the same tensor."""
+    gradients = [("gradient", name) for name in phase.gradients]
+    return [*phase.ports, *phase.values, *gradients, *(["seed"] if phase.is_random else [])]
+
+
+@dataclass(frozen=True)
 class Measured:
-    """A stage's seconds, and per phase what its kernels hold beside the values of its graph."""
+    """A stage's seconds, and its hidden bytes."""
 
     cost: StageCost
     hidden_bytes: Mapping[Kind, int]
 
 
 @torch.no_grad()
-def measured_stage(stage: Stage, estimated: StageCost, conditions: Conditions, load_s: float) -> Measured:
-    """The stage's phases, timed in turn as a step runs them, until the device has the clock it keeps under load."""
-    device = conditions.device
-    calls: dict[Kind, Callable[[], Any]] = {}
-    for kind, phase in stage.phases.items():
-        if not phase.is_empty:
-            inputs = phase.module.graph.find_nodes(op="placeholder")
-            args = [dummy(node.meta["val"], device) if "val" in node.meta else 0 for node in inputs]
-            calls[kind] = partial(keeping, conditions.compiled(phase), args)
-    hidden = {kind: hidden_bytes(stage.phases[kind], call, device) for kind, call in calls.items()}
-    seconds = sustained_s({str(kind): call for kind, call in calls.items()}, device, load_s)
+def measured_stage(one: Prepared, estimated: StageCost, conditions: Conditions, warm_s: float) -> Measured:
+    """The stage's phases, timed in turn as a step runs them, once the device has the clock it keeps under load."""
+    seconds = sustained_s({str(kind): call for kind, call in one.calls.items()}, conditions.device, warm_s)
     cost = replace(
         estimated,
         forward_s=seconds.get(Kind.F, 0.0),
         backward_input_s=seconds.get(Kind.B, 0.0),
         backward_weight_s=seconds.get(Kind.W, 0.0),
-        beside_s=measured_beside_s(calls, seconds, conditions) if conditions.overlap else None,
+        beside_s=measured_beside_s(one.calls, seconds, conditions) if conditions.overlap else None,
     )
-    return Measured(cost, hidden)
+    return Measured(cost, one.hidden_bytes)
 
 
 def keeping(run: Boxed, args: Sequence[Any]) -> Any:
@@ -207,5 +237,5 @@ def measured_beside_s(
         return None
     pair = partial(side_by_side, calls[Kind.W], calls[Kind.B], device)
     forward = {str(Kind.F): calls[Kind.F]} if Kind.F in calls else {}
-    mixed = sustained_s({**forward, BESIDE: pair}, device, SHORT_LOAD_S)
+    mixed = sustained_s({**forward, BESIDE: pair}, device, SHORT_WARM_S)
     return sum(mixed.values()) - (seconds[Kind.F] if forward else 0.0)
