@@ -25,8 +25,10 @@ from tests.models import (
 from tests.reference import beside, compiled, rescheduled
 from zbfx.boxed import Compiler
 from zbfx.codegen import generate
-from zbfx.measure import dummy, with_hidden_bytes
+from zbfx.graphs import CallBytes
+from zbfx.measure import dummy, with_call_bytes
 from zbfx.plan import Kind
+from zbfx.walk import Moment
 
 MICROBATCHES = 5
 LINEAR = ("gpipe", "1f1b", "zb-h1", "zb-h2")
@@ -93,16 +95,35 @@ def test_compiled_products_are_added_where_the_gradient_is() -> None:
     assert "aten::addmm" not in calls
 
 
+def moments_with(pipe: zbfx.Pipeline, measured: dict[Kind, CallBytes]) -> tuple[Moment, ...]:
+    """Of rank 0, where calls of stage 0 were measured to hold so much."""
+    stages = (with_call_bytes(pipe.stages[0], measured), pipe.stages[1])
+    found = replace(pipe, stages=stages, programs=generate(stages, pipe.schedule))
+    assert found.memory[1] == pipe.memory[1]
+    return found.memory[0].moments
+
+
 def test_what_kernels_were_measured_to_hold_counts_while_they_run() -> None:
     pipe = compiled(gpt(MICROBATCHES), 2, MICROBATCHES, schedule="zb-h1")
     hidden = {Kind.F: 10**6, Kind.B: 3 * 10**6, Kind.W: 2 * 10**6}
-    stages = (with_hidden_bytes(pipe.stages[0], hidden), pipe.stages[1])
-    found = replace(pipe, stages=stages, programs=generate(stages, pipe.schedule))
-    for before, after in zip(pipe.memory[0].moments, found.memory[0].moments, strict=True):
+    found = moments_with(pipe, {kind: CallBytes(size, 10**9) for kind, size in hidden.items()})
+    for before, after in zip(pipe.memory[0].moments, found, strict=True):
         assert after.left_bytes == before.left_bytes
         if after.action is not None and before.node:
             assert after.peak_bytes == before.peak_bytes + hidden[after.action.kind]
-    assert found.memory[1] == pipe.memory[1]
+
+
+def test_calls_hold_no_more_than_they_were_measured_to() -> None:
+    """A compiler that fuses makes fewer values than the graph has."""
+    pipe = compiled(gpt(MICROBATCHES), 2, MICROBATCHES, schedule="zb-h1")
+    of_graph = pipe.memory[0].moments
+    low, high = (moments_with(pipe, {Kind.F: CallBytes(0, most)}) for most in (300, 1100))
+    for whole, little, more in zip(of_graph, low, high, strict=True):
+        if whole.action is not None and whole.action.kind is Kind.F:
+            assert little.left_bytes == whole.left_bytes
+            assert more.peak_bytes == little.peak_bytes + 800 < whole.peak_bytes
+        else:
+            assert little == whole
 
 
 def test_values_of_a_w_beside_a_b_are_held_until_it_is_joined() -> None:

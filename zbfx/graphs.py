@@ -133,6 +133,15 @@ class Split:
     phase_of: Mapping[fx.Node, Kind]
 
 
+@dataclass(frozen=True, slots=True)
+class CallBytes:
+    """What a call of a phase was measured to hold at its worst: `hidden` beside the values of its graph (workspaces of
+    kernels, what a compiler keeps longer), and `most` in all, above what was held before it."""
+
+    hidden: int
+    most: int
+
+
 @dataclass(frozen=True)
 class Phase:
     """The F, B or W of one stage as a graph.
@@ -154,7 +163,7 @@ class Phase:
     has_loss: bool
     is_random: bool
     part: int | None = None  # a W of some of the stage's parameters
-    hidden_bytes: int = 0  # that its kernels hold beside the graph's values, at most, where that was measured
+    measured: CallBytes | None = None
 
     @property
     def name(self) -> str:
@@ -164,6 +173,11 @@ class Phase:
     def is_empty(self) -> bool:
         """Nothing to compute: a frozen stage's B, or the W of a stage without parameters."""
         return not (self.results or self.gradients or self.updates or self.has_loss)
+
+    def most_bytes(self, peak: int) -> int:
+        """What a call holds at its worst above what was held before it, where the values of its graph take `peak`. A
+        compiler may make less of them."""
+        return peak if self.measured is None else min(peak + self.measured.hidden, self.measured.most)
 
     def port_names(self, role: Role) -> tuple[str, ...]:
         return tuple(port.name for port in self.ports if port.role is role)

@@ -220,7 +220,7 @@ def transient_bytes(stage: Stage) -> int:
         owned = {slot for owner, slot in first.items() if owner not in kept}
         sizes = {slot: owners[slot][1] for slot in first.values()}
         effect = call_effect(lifetimes(phase), groups, owned, sizes)
-        excess.append(stage.stored_bytes(live) + effect.peak + phase.hidden_bytes - stage.saved_bytes)
+        excess.append(stage.stored_bytes(live) + phase.most_bytes(effect.peak) - stage.saved_bytes)
         live |= set(phase.results)
         live = {name for name in live if stage.storages[name][0] in kept}
     received = {

@@ -18,7 +18,7 @@ from zbfx.boxed import Boxed
 from zbfx.clock import SHORT_WARM_S, WARM_S, call_s, most_bytes, side_by_side, sustained_s
 from zbfx.cost import Hardware, estimate, node_s
 from zbfx.errors import ZbfxError
-from zbfx.graphs import Joint, Phase, Stage
+from zbfx.graphs import CallBytes, Joint, Phase, Stage
 from zbfx.lifetimes import CUDA_GRANULE, call_effect, lifetimes, transient_bytes
 from zbfx.links import measured_edges
 from zbfx.passes.nodes import is_view
@@ -123,7 +123,7 @@ def one_node_s(node: fx.Node, hardware: Hardware, device: torch.device) -> float
 def measured_costs(
     stages: tuple[Stage, ...], placement: Sequence[int], hardware: Hardware, conditions: Conditions
 ) -> tuple[tuple[Stage, ...], CostTable]:
-    """These stages with the hidden bytes of their phases, and their cost table: phases timed as `compiled` runs them,
+    """These stages with what calls of their phases hold, and their cost table: phases timed as `compiled` runs them,
     each by the rank that will, all at once; edges timed as messages between their ranks."""
     table = estimate(stages, placement, hardware)
     ranks = max(placement) + 1
@@ -140,24 +140,23 @@ def measured_costs(
         everywhere = exchange("compile (costs of stages)", found)
         found = {index: measured for part in everywhere[:ranks] for index, measured in part.items()}
         edges = measured_edges(edges, stages, placement, conditions.device)
-    known = tuple(with_hidden_bytes(s, found[s.index].hidden_bytes) for s in stages)
+    known = tuple(with_call_bytes(s, found[s.index].call_bytes) for s in stages)
     costs = tuple(replace(found[s.index].cost, transient_bytes=transient_bytes(s)) for s in known)
     return known, replace(table, stages=costs, edges=edges)
 
 
-def with_hidden_bytes(stage: Stage, hidden: Mapping[Kind, int]) -> Stage:
-    phases = {kind: replace(phase, hidden_bytes=hidden.get(kind, 0)) for kind, phase in stage.phases.items()}
+def with_call_bytes(stage: Stage, measured: Mapping[Kind, CallBytes]) -> Stage:
+    phases = {kind: replace(phase, measured=measured.get(kind)) for kind, phase in stage.phases.items()}
     return replace(stage, phases=phases)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A stage whose phases can be called, again and again, on made-up values, and per phase what its kernels hold
-    beside the values of its graph."""
+    """A stage whose phases can be called, again and again, on made-up values, and what such calls hold on a GPU."""
 
     stage: Stage
     calls: Mapping[Kind, Callable[[], Any]]
-    hidden_bytes: Mapping[Kind, int]
+    call_bytes: Mapping[Kind, CallBytes]
 
 
 @torch.no_grad()
@@ -177,8 +176,9 @@ def prepared(stage: Stage, conditions: Conditions) -> Prepared:
             inputs = phase.module.graph.find_nodes(op="placeholder")
             args = [value_of(key, node) for key, node in zip(argument_keys(phase), inputs, strict=True)]
             calls[kind] = partial(keeping, conditions.compiled(phase), args)
-    hidden = {kind: hidden_bytes(stage.phases[kind], call, device) for kind, call in calls.items()}
-    return Prepared(stage, calls, hidden)
+    gpu = device.type == "cuda"
+    held = {kind: call_bytes(stage.phases[kind], call, device) for kind, call in calls.items() if gpu}
+    return Prepared(stage, calls, held)
 
 
 def argument_keys(phase: Phase) -> list[Any]:
@@ -189,10 +189,10 @@ def argument_keys(phase: Phase) -> list[Any]:
 
 @dataclass(frozen=True)
 class Measured:
-    """A stage's seconds, and its hidden bytes."""
+    """A stage's costs, and what calls of its phases hold."""
 
     cost: StageCost
-    hidden_bytes: Mapping[Kind, int]
+    call_bytes: Mapping[Kind, CallBytes]
 
 
 @torch.no_grad()
@@ -206,7 +206,7 @@ def measured_stage(one: Prepared, estimated: StageCost, conditions: Conditions, 
         backward_weight_s=seconds.get(Kind.W, 0.0),
         beside_s=measured_beside_s(one.calls, seconds, conditions) if conditions.overlap else None,
     )
-    return Measured(cost, one.hidden_bytes)
+    return Measured(cost, one.call_bytes)
 
 
 def keeping(run: Boxed, args: Sequence[Any]) -> Any:
@@ -214,14 +214,12 @@ def keeping(run: Boxed, args: Sequence[Any]) -> Any:
     return run(list(args))
 
 
-def hidden_bytes(phase: Phase, call: Callable[[], Any], device: torch.device) -> int:
-    """What a call of the phase holds on a GPU, at its worst, beyond the storages of its graph: workspaces of its
-    kernels, and what a compiler keeps longer than the graph would."""
-    if device.type != "cuda":
-        return 0
+def call_bytes(phase: Phase, call: Callable[[], Any], device: torch.device) -> CallBytes:
+    """What a call of the phase, whose arguments live on, holds on a GPU."""
     every = range(len(phase.values))
     expected = call_effect(lifetimes(phase, CUDA_GRANULE), every, (), dict.fromkeys(every, 0)).peak
-    return max(0, most_bytes(call, device) - expected)
+    most = most_bytes(call, device)
+    return CallBytes(max(0, most - expected), most)
 
 
 def measured_beside_s(

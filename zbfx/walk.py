@@ -140,7 +140,7 @@ class Walk:
         groups = tuple(first.setdefault(id(storage), slot) for slot, storage in enumerate(read))
         owned = tuple(slot for slot in first.values() if not read[slot].holders)
         effect = self.effect(str(node.target), groups, owned, {slot: read[slot].size for slot in first.values()})
-        most = self.held + effect.peak + module.phase.hidden_bytes
+        most = self.held + module.phase.most_bytes(effect.peak)
         if most > self.peak:
             self.peak, self.node = most, effect.node
         self.held += effect.remains
