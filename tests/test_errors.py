@@ -293,6 +293,23 @@ def test_memory_limits_that_are_no_bytes() -> None:
     assert refusal(mlp(2), mem_limit=b"1x") == "a memory limit is a number of bytes above 0; found b'1x'"
 
 
+def test_orders_that_need_more_than_a_multiple() -> None:
+    message = refusal(mlp(2), InvalidSchedule, schedule="gpipe", mem_limit="0.5x")
+    assert message.startswith("rank 0, step 1: F0.1 raises memory to ")
+    assert message.endswith(
+        "\nmem_limit='0.5x' allows 0.5 times what the activations of 1F1B need, beside what is static. Raise it, or "
+        "leave the order to schedule='auto'"
+    )
+
+
+def test_attributes_that_cannot_be_copied_are_named() -> None:
+    problem = mlp(2)
+    problem.model.register_module("inner", nn.ReLU())
+    problem.model.inner.seen = [problem.model[0](torch.ones(1, problem.model[0].in_features))]  # type: ignore
+    message = refusal(problem, TraceError)
+    assert "copy.deepcopy of it failed for inner.seen: RuntimeError: " in message
+
+
 def test_arguments_of_bind_run_local_and_check() -> None:
     pipe = compiled(mlp(2), 2, 2)
     for timeout_s in (-1, 0, "a", float("nan"), float("inf"), None):

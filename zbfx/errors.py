@@ -40,6 +40,10 @@ class InvalidSchedule(ZbfxError):
     """A schedule breaks a rule: an action is missing, doubled, out of order, over the memory limit, or it deadlocks."""
 
 
+class OverLimit(InvalidSchedule):
+    """An order needs more than the memory limit."""
+
+
 class TraceError(ZbfxError):
     """The model or its loss cannot be traced, differentiated or cut: names the node and the user's source line."""
 

@@ -17,7 +17,7 @@ from math import inf
 from typing import Any
 
 from zbfx.codegen import Program, generate
-from zbfx.errors import NoFeasibleSchedule, ZbfxError
+from zbfx.errors import NoFeasibleSchedule, OverLimit, ZbfxError
 from zbfx.graphs import Stage
 from zbfx.memory import RankMemory, Static, timed
 from zbfx.passes.recompute import Level
@@ -194,6 +194,11 @@ def fit_activations(fitting: Fitting, forms: Forms, allowed: Sequence[Level], me
         except NoFeasibleSchedule as error:
             refusal = refusal or error
             continue
+        except OverLimit as error:
+            raise OverLimit(
+                f"{error}\nmem_limit={mem_limit!r} allows {multiple:g} times what the activations of 1F1B need, beside "
+                "what is static. Raise it, or leave the order to schedule='auto'"
+            ) from error
         fitting.offer(forms, levels, schedule, None)
     if fitting.best is None and refusal is not None:
         raise refusal

@@ -188,6 +188,7 @@ def fake_copies(model: nn.Module, loss_fn: Any, fake_mode: Any, device: torch.de
             continue
         refuse_subclass(name, tensor)
         memo[id(tensor)] = fake_like(tensor, fake_mode, device)
+    fakes = dict(memo)
     try:
         fake_model = copy.deepcopy(model, memo)
         fake_loss_fn = copy.deepcopy(loss_fn, memo) if isinstance(loss_fn, nn.Module) else loss_fn
@@ -197,10 +198,25 @@ def fake_copies(model: nn.Module, loss_fn: Any, fake_mode: Any, device: torch.de
                 module.register_buffer(attribute, tensor, persistent=False)
         return fake_model, fake_loss_fn
     except Exception as error:
+        where = f" for {listed(found)}" if (found := attributes_without_copy(model, fakes)) else ""
         raise TraceError(
-            f"tracing works on a copy, so that the model stays untouched, and copy.deepcopy of it failed: "
-            f"{type(error).__name__}: {error}. Keep what cannot be copied out of the module's attributes"
+            f"tracing works on a copy, so that the model stays untouched, and copy.deepcopy of it failed{where}: "
+            f"{type(error).__name__}: {error}. Keep what cannot be copied out of the module's attributes, such as "
+            "results of an earlier forward"
         ) from error
+
+
+def attributes_without_copy(model: nn.Module, memo: Mapping[int, Any]) -> list[str]:
+    """The qualified names of the attributes of modules that `copy.deepcopy` fails for."""
+    found = []
+    for prefix, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute != "_modules":
+                try:
+                    copy.deepcopy(value, dict(memo))
+                except Exception:
+                    found.append(f"{prefix}.{attribute}" if prefix else attribute)
+    return found
 
 
 def as_joint(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbfx.errors import InvalidSchedule
+from zbfx.errors import InvalidSchedule, OverLimit
 from zbfx.plan import Action, CostTable, Kind
 from zbfx.schedule.deadlock import grid
 from zbfx.schedule.exact import Instance, instance
@@ -35,8 +35,10 @@ def check(
     return timed
 
 
-def _fail(ranks: Sequence[Sequence[Action]], rank: int, step: int, text: str) -> InvalidSchedule:
-    return InvalidSchedule(f"rank {rank}, step {step}: {text}\n{grid(ranks, {rank: step})}")
+def _fail(
+    ranks: Sequence[Sequence[Action]], rank: int, step: int, text: str, kind: type[InvalidSchedule] = InvalidSchedule
+) -> InvalidSchedule:
+    return kind(f"rank {rank}, step {step}: {text}\n{grid(ranks, {rank: step})}")
 
 
 def _check_order(costs: CostTable, ranks: Sequence[Sequence[Action]], rank: int, order: Sequence[Action]) -> None:
@@ -97,4 +99,5 @@ def _check_memory(
                     f"{ranks[rank][step]} raises memory to {problem.bytes(held + problem.static[rank]):g}, "
                     f"over the limit of {problem.bytes(allowed[rank] + problem.static[rank]):g}; "
                     f"this order needs {timed.peak_bytes[rank]:g}",
+                    OverLimit,
                 )
