@@ -69,6 +69,13 @@ class Signature:
     def tensors(self) -> tuple[TensorSpec, ...]:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
 
+    def batch_shapes(self, microbatches: int) -> dict[str, tuple[int, ...]]:
+        """By name, the shapes of the tensors of a batch with so many microbatches like the example."""
+        return {
+            spec.name: spec.shape if spec.batch_dim is None else (spec.shape[0] * microbatches, *spec.shape[1:])
+            for spec in self.tensors
+        }
+
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of a call, its structure and constants checked against the example's. Raises `InputError`."""
         try:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zbfx._torch import has_gradient_hooks
 from zbfx.channels import Channels
-from zbfx.errors import SAME_CALLS, InputError, ZbfxError, listed
+from zbfx.errors import InputError, ZbfxError, listed
 from zbfx.fingerprint import fingerprints
 from zbfx.run import RankRunner
 
@@ -41,17 +41,14 @@ def agree(channels: Channels, digest: Mapping[str, str], prepare: Callable[[], N
         )
 
 
-def refuse_other_batches(channels: Channels, call: str, own: Mapping[str, object]) -> None:
-    """Check that the ranks of a pipeline make the same call with the same batch: `own` are the hashes of its tensors.
-    Collective over the family, so that all refuse what one pipeline of it does."""
+def refuse_other_batches(channels: Channels, own: Mapping[str, object]) -> None:
+    """Check that the ranks of a pipeline were given the same batch: `own` are the hashes of its tensors. Collective
+    over the family, so that all refuse what one pipeline of it does."""
     place = channels.place
-    everywhere: list[Any] = channels.gather((call, dict(own)))
-    if any(other != call for other, _ in everywhere):
-        calls = listed(f"{name}: {other}" for name, (other, _) in zip(place.names(), everywhere, strict=True))
-        raise InputError(f"ranks made different calls, but {SAME_CALLS}; found {calls}")
+    everywhere: list[Any] = channels.gather(dict(own))
     ranks = len(place.processes)
     for replica in range(len(place.replicas)):
-        first, *others = [hashes for _, hashes in everywhere[replica * ranks : (replica + 1) * ranks]]
+        first, *others = everywhere[replica * ranks : (replica + 1) * ranks]
         for rank, found in enumerate(others, 1):
             different = [name for name in first if name in found and found[name] != first[name]]
             if different:

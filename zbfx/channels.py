@@ -17,7 +17,8 @@ from torch import Tensor
 
 from zbfx._torch import group_store, join_shards, sum_shards
 from zbfx.copies import OTHER_STREAMS, Line, Lines, Pair, open_lines, room
-from zbfx.errors import PipelineFault, ZbfxError, listed
+from zbfx.errors import SAME_CALLS, PipelineFault, ZbfxError, listed
+from zbfx.history import History
 from zbfx.overdue import Overdue, Progress
 from zbfx.place import Place
 from zbfx.together import exchange, waiting
@@ -27,6 +28,7 @@ NCCL_BLOCKS = 2  # thread blocks per communicator: enough to hide a message behi
 NCCL_REDUCTION_BLOCKS = 8  # of a communicator that reduces gradients beside the last Ws
 FAULT_KEY = "fault"
 FAULT_GRACE = timedelta(seconds=3)  # how long a rank that lost a connection waits for the reason
+GIVEN_UP = 0x7FFFFFFF  # the tag of receives that are given up, to close a group's connections
 
 
 def checked_transport(transport: str, device: torch.device) -> str:
@@ -84,6 +86,8 @@ class Channels:
             self.control = self.own_group(lines, backend="gloo")
             self.sum_over_replicas(torch.zeros(1, device=device)).wait()
         self.store = group_store(self.family)
+        self.history = History(self.name, self.store, weakref.WeakMethod(self.differ))
+        weakref.finalize(self, self.history.close)
         self.progress, self.overdue = None, None
         if device.type == "cuda":
             allowed = f"bind(timeout_s=...) allows {timeout.total_seconds():g} s for a step, compiling included"
@@ -143,17 +147,24 @@ class Channels:
             )
         return lined
 
+    @property
+    def tag(self) -> int:
+        """Of messages in this call. Gloo ends the process for one that is longer than what is received."""
+        return self.history.tag if self.backend == "gloo" else 0
+
     def isend(self, value: Tensor, target: int) -> Transfer:
         if (self.rank, target) in self.lines:
             return self.lines[self.rank, target].transfer(value)
-        work = dist.isend(value, dst=self.place.processes[target], group=self.pairs[self.rank, target])
+        group = self.pairs[self.rank, target]
+        work = dist.isend(value, dst=self.place.processes[target], group=group, tag=self.tag)
         assert work is not None, "this process is one of the two"
         return work
 
     def irecv(self, value: Tensor, source: int) -> Transfer:
         if (source, self.rank) in self.lines:
             return self.lines[source, self.rank].transfer(value)
-        work = dist.irecv(value, src=self.place.processes[source], group=self.pairs[source, self.rank])
+        group = self.pairs[source, self.rank]
+        work = dist.irecv(value, src=self.place.processes[source], group=group, tag=self.tag)
         assert work is not None, "this process is one of the two"
         return work
 
@@ -216,8 +227,9 @@ class Channels:
 
     def barrier(self) -> None:
         """Wait until every rank's device has come this far, in all replicas."""
-        for process in (process for replica in self.place.replicas for process in replica):
-            dist.broadcast(torch.zeros(1, device=self.device), src=process, group=self.family)
+        with waiting(self.name, "the other ranks or replicas, one of which"):
+            for process in (process for replica in self.place.replicas for process in replica):
+                dist.broadcast(torch.zeros(1, device=self.device), src=process, group=self.family)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -234,10 +246,13 @@ class Channels:
         return [value] if self.control is None else self.gathered(value, self.control)
 
     def gathered(self, value: object, group: Any) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size(group)
+        found: list[Any] = [None] * dist.get_world_size(group)
         with waiting(self.name, "the other ranks or replicas, one of which"):
-            dist.all_gather_object(values, value, group=group)
-        return values
+            dist.all_gather_object(found, (self.name, self.history.place, value), group=group)
+        if len({place for _, place, _ in found}) > 1:
+            places = listed(f"{name}: {place}" for name, place, _ in found)
+            raise PipelineFault(f"ranks made different calls, but {SAME_CALLS}; found {places}")
+        return [value for _, _, value in found]
 
     def are_open(self) -> bool:
         """Whether torch.distributed still knows these groups."""
@@ -273,6 +288,7 @@ class Channels:
     def fail(self, error: BaseException) -> str:
         """Tell the other ranks why this one fails, or learn why they do, and close all connections: ranks that wait
         for this one fail at once. Returns the first failure of all ranks."""
+        self.history.close()
         if self.overdue is not None:
             self.overdue.close()
         said = f"{type(error).__name__}: {error}".removesuffix(": ")  # a KeyboardInterrupt says nothing
@@ -287,6 +303,7 @@ class Channels:
 
     def close(self) -> None:
         """Close all connections."""
+        self.history.close()
         if self.overdue is not None:
             self.overdue.close()
         lines, self.lines = self.lines, {}
@@ -295,15 +312,34 @@ class Channels:
         if lines and self.all_arrive("the end"):
             for line in lines.values():
                 line.free()
-        groups = [*self.pairs.values(), self.group, self.peers, self.control, self.family] if self.are_open() else []
-        for group in dict.fromkeys(group for group in groups if group is not None):
+        for group in self.groups():
             dist.destroy_process_group(group)
         self.pairs.clear()
         self.group = self.family = self.peers = self.control = None
 
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Those that are open."""
+        groups = [*self.pairs.values(), self.group, self.peers, self.control, self.family] if self.are_open() else []
+        return list(dict.fromkeys(group for group in groups if group is not None))
+
+    def differ(self, reason: str) -> None:
+        """From another thread: other ranks made other calls. Ends this rank's waits in gloo groups, and so those of all
+        ranks: one that fails closes its connections. On a GPU, what waits is ended by `zbfx.overdue`."""
+        with suppress(Exception):
+            self.store.compare_set(FAULT_KEY, "", reason)
+        for group in self.groups():
+            with suppress(Exception):  # it times out, and gloo then closes all connections of the group
+                if dist.get_backend(group) == "gloo":
+                    other = next(p for p in dist.get_process_group_ranks(group) if p != dist.get_rank())
+                    work = dist.irecv(torch.zeros(1), src=other, group=group, tag=GIVEN_UP)
+                    assert work is not None, "this process is a member"
+                    work.wait(timedelta(milliseconds=1))
+
     def first_fault(self, own: str) -> str:
         try:
             # A rank that lost a connection leaves the first word to the rank that broke it.
+            if "waiting for" in own:
+                own = self.history.difference() or own
             if "waiting for" in own:
                 with suppress(Exception):
                     self.store.wait([FAULT_KEY], FAULT_GRACE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -50,7 +50,16 @@ class RankStep(Step):
             self.fault = CLOSED
         super().close()
 
+    def begin(self, call: str, *, batch: bool = False) -> None:
+        self.refuse_ended()
+        self.channels.history.begin(call, batch=batch)
+
+    def given(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.channels.history.given(shapes)
+
     def let_go(self) -> None:
+        self.begin("close")
+        self.channels.history.difference()  # ranks that go on without this one will find it there
         if self.engine.pipe.device.type == "cuda":
             torch.cuda.synchronize(self.engine.pipe.device)
         for engine in (self.engine, *self.others.values()):
@@ -67,13 +76,13 @@ class RankStep(Step):
 
     def admit(self, take: Callable[[], Batch]) -> Batch:
         """Before the first send: what one replica refuses, all refuse, and all have batches of the same shapes."""
-        self.refuse_ended()
         try:
             batch = take() if self.channels.control is None else self.admit_together(take)
             self.compare_first(batch)
             return batch
         except InputError as error:
             self.refusals += 1
+            self.channels.history.refused()
             if not self.channels.all_arrive(f"refused {self.refusals}"):
                 # The other ranks took their batches and wait for this one: they must hear of it.
                 self.engine.runners[0].transport.drop()
@@ -96,7 +105,7 @@ class RankStep(Step):
         call = "evaluate" if engine.pipe.schedule.name == FORWARD else "step"
         if call not in self.compared:
             names = [spec.name for spec in engine.pipe.signature.tensors]
-            refuse_other_batches(self.channels, call, batch_hashes(names, rows))
+            refuse_other_batches(self.channels, batch_hashes(names, rows))
             self.compared.add(call)
 
     def admit_together(self, take: Callable[[], Batch]) -> Batch:
@@ -170,7 +179,7 @@ class RankStep(Step):
 
     def problems(self, engine: Engine) -> list[str]:
         own = problems(self.channels.name, self.losses, engine.parameters)
-        everywhere: list[Any] = self.channels.gather(own)
+        everywhere: list[Any] = self.guarded(lambda: self.channels.gather(own))
         return sorted((found for rank in everywhere for found in rank), key=lambda text: "gradient" in text)
 
     def whole_norms(self, norms: Tensor) -> Tensor:
@@ -188,17 +197,18 @@ class RankStep(Step):
             self.optimizer.settle()
         shards = self.engine.runners[0].shards
         if shards is not None:
+            self.begin("collect")
             self.guarded(lambda: [self.channels.join_shards(flat).wait() for flat in shards.flat.values()])
 
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
         """Run one step (its gradients count) and return the measured timeline of all ranks, on every rank."""
-        self.refuse_ended()
+        self.begin("profile")
         recorder = self.engine.runners[0].recorder = Recorder(self.engine.pipe.device)
         try:
-            self.channels.barrier()
+            self.guarded(self.channels.barrier)
             recorder.begin()
             self(*args, **kwargs)
-            spans = self.channels.gather_ranks(tuple(recorder.spans()))
+            spans = self.guarded(lambda: self.channels.gather_ranks(tuple(recorder.spans())))
         finally:
             self.engine.runners[0].recorder = None
         return Profile(self.engine.pipe.schedule, tuple(spans))

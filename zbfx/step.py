@@ -87,6 +87,7 @@ class Step(ABC):
         return iter(self.engine.parameters.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.begin("step", batch=True)
         return self.train(*self.admit(partial(self.batch, args, kwargs)))
 
     def batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
@@ -97,6 +98,7 @@ class Step(ABC):
     def run_split(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Tensor:
         """One step from microbatches that are cut already: (positional, keyword) arguments of each, in a list like
         `[((inputs, targets), {}), ...]`."""
+        self.begin("step", batch=True)
         return self.train(*self.admit(partial(self.split_batch, batches)))
 
     def split_batch(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Batch:
@@ -109,6 +111,7 @@ class Step(ABC):
             raise InputError(f"expected {self.microbatches} microbatches, found {len(batches)}")
         self.check_model()
         signature = self.engine.pipe.signature
+        self.given(signature.batch_shapes(self.microbatches))
         return self.engine, [signature.split(args, kwargs, 1)[0] for args, kwargs in batches]
 
     def check_model(self, *, evaluation: bool = False) -> None:
@@ -139,6 +142,7 @@ class Step(ABC):
         self.refuse_ended()
         if self.optimizer is not None:
             self.optimizer.settle()
+        self.begin("evaluate", batch=True)
         engine, rows = self.admit(partial(self.evaluation_batch, args, kwargs))
         with torch.no_grad(), torch.autocast(engine.pipe.device.type, enabled=False):
             return self.run(engine, rows)
@@ -148,6 +152,12 @@ class Step(ABC):
         count = self.engine.pipe.signature.microbatches_in(args, kwargs)
         engine = self.engine_for(args, kwargs, count or self.microbatches, evaluation=True)
         return engine, engine.pipe.signature.split(args, kwargs, engine.pipe.reduction.microbatches)
+
+    def begin(self, call: str, *, batch: bool = False) -> None:
+        """A call that all ranks make begins; `batch`: what it is given will be said."""
+
+    def given(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """The shapes of the call's batch, by name."""
 
     def admit(self, take: Callable[[], Batch]) -> Batch:
         """The engine and microbatches of a call, once all ranks and replicas have one like it."""
@@ -180,12 +190,14 @@ class Step(ABC):
     ) -> Engine:
         """The engine for a batch like this; builds it if the options allow. Raises `InputError` otherwise."""
         signature = self.engine.pipe.signature
+        tensors = signature.flatten(args, kwargs)
+        self.given({spec.name: tuple(t.shape) for spec, t in zip(signature.tensors, tensors, strict=True)})
         fits = signature.microbatches_in(args, kwargs) == microbatches
         if fits and not evaluation:
             return self.engine
         if not fits and self.options.on_new_shape == "refuse":
             signature.split(args, kwargs, microbatches)
-        key = (evaluation, microbatches, *(tuple(t.shape) for t in signature.flatten(args, kwargs)))
+        key = (evaluation, microbatches, *(tuple(tensor.shape) for tensor in tensors))
         if key not in self.others:
             example = signature.first_microbatch(args, kwargs, microbatches)
             pipe = self.variants.of(*example, microbatches, evaluation=evaluation)

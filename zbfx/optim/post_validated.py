@@ -177,6 +177,7 @@ class PostValidated(torch.optim.Optimizer):
             raise ZbfxError("step takes no closure: a pipeline's step has computed the loss before")
         divisor = positive_number("divide_by", divide_by, "a finite number above 0")
         self.settle()
+        self.target.begin("optimizer.step")
         scale = self.scale() * divisor
         if not 0.0 < scale < float("inf"):
             raise ZbfxError(f"divide_by is a finite number above 0; found {divide_by!r} and a scale of {self.scale()}")
@@ -283,8 +284,12 @@ class PostValidated(torch.optim.Optimizer):
     @torch.no_grad()
     def settle(self) -> None:
         """Learn the verdict on the last step and correct it, if that has not happened yet; every rank calls it."""
-        if self.pending is None:
-            return
+        if self.pending is not None:
+            self.target.begin("optimizer.settle")
+            self.learn()
+
+    def learn(self) -> None:
+        """The same within another call."""
         engine = self.target.engine
         for runner in engine.runners:
             runner.pending = self.pending

@@ -1,0 +1,104 @@
+"""Which calls a rank has made, and how ranks whose calls differ hear of it.
+
+Nothing is sent for that while calls follow each other quickly. Some seconds after a call has begun, if none has
+followed, a thread writes what it was into the pipeline's store, where the first rank to do so settles what the others
+must have called. What was called does not change any more: ranks that are slow, and make the same calls, never differ.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from zbfx.errors import SAME_CALLS
+
+COMPARE_S = 3.0  # from when a call has begun
+POLL_S = 0.5
+KEPT = 8  # calls: some need nothing from other ranks, and a rank may be that far ahead
+
+Differs = Callable[[str], None]
+
+
+class Call(NamedTuple):
+    """The `number`th call of a pipeline, from 1. `batch` has the shapes that it was given; None: not known, or refused."""
+
+    number: int
+    kind: str
+    batch: str | None = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} with {self.batch}" if self.batch else self.kind
+
+
+class History:
+    """The last calls of this rank.
+
+    `tag` is a hash of the last one: messages that carry it never meet those of another call. `store` is that of the
+    pipeline; `differs` gives what the thread calls, with the reason, when another rank has made other calls.
+    """
+
+    def __init__(self, name: str, store: dist.Store, differs: Callable[[], Differs | None]) -> None:
+        self.name, self.store, self.differs = name, store, differs
+        self.calls: deque[Call] = deque([Call(0, "bind")], KEPT)
+        self.told = 0  # the number of the last call that the store knows
+        self.begun_s, self.tag = 0.0, 0
+        self.closed = threading.Event()
+
+    @property
+    def place(self) -> str:
+        """The last call, but for its batch."""
+        return f"call {self.calls[-1].number}, {self.calls[-1].kind}"
+
+    def begin(self, kind: str, *, batch: bool = False) -> None:
+        """This rank begins a call; `batch`: `given` will say of what."""
+        self.put(Call(self.calls[-1].number + 1, kind, None if batch else ""))
+        if self.calls[-1].number == 1:
+            threading.Thread(target=self.watch, name="zbfx calls", daemon=True).start()
+
+    def given(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """The shapes of the call's batch, by name."""
+        self.put(self.calls.pop()._replace(batch=", ".join(f"{name} {shape}" for name, shape in shapes.items())))
+
+    def refused(self) -> None:
+        """All ranks refuse the batches that they were given, which may differ."""
+        self.put(self.calls.pop()._replace(batch=None))
+
+    def put(self, call: Call) -> None:
+        self.calls.append(call)
+        self.tag = zlib.crc32(repr(call).encode()) & 0x7FFFFFFF  # as far as gloo's tags go
+        self.begun_s = time.monotonic()
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self.closed.set()
+
+    def watch(self) -> None:
+        while not self.closed.wait(POLL_S):
+            if time.monotonic() - self.begun_s > COMPARE_S and (found := self.difference()) is not None:
+                differs = self.differs()
+                if differs is not None and not self.closed.is_set():
+                    differs(found)
+                return
+
+    def difference(self) -> str | None:
+        """Tell the other ranks of the calls that they do not know of; how theirs differ, if one has told before."""
+        with suppress(Exception):  # the process that holds the store is gone
+            for call in tuple(self.calls):
+                if call.number > self.told and call.batch is not None:
+                    own = f"{self.name}: {call}"
+                    first = self.store.compare_set(f"call {call.number}", "", own).decode()
+                    if first.partition(": ")[2] != str(call):
+                        return (
+                            f"ranks made different calls, but {SAME_CALLS}, with batches of the same shapes; found for "
+                            f"call {call.number} of this pipeline {'; '.join(sorted((first, own)))}"
+                        )
+                    self.told = call.number
+                    self.store.delete_key(f"call {call.number - 2 * KEPT}")
+        return None
