@@ -27,7 +27,7 @@ Differs = Callable[[str], None]
 
 
 class Call(NamedTuple):
-    """The `number`th call of a pipeline, from 1. `batch` has the shapes that it was given; None: not known, or refused."""
+    """The `number`th call of a pipeline, from 1. `batch`: the shapes that it was given; None: not known, or refused."""
 
     number: int
     kind: str

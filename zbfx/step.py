@@ -153,12 +153,6 @@ class Step(ABC):
         engine = self.engine_for(args, kwargs, count or self.microbatches, evaluation=True)
         return engine, engine.pipe.signature.split(args, kwargs, engine.pipe.reduction.microbatches)
 
-    def begin(self, call: str, *, batch: bool = False) -> None:
-        """A call that all ranks make begins; `batch`: what it is given will be said."""
-
-    def given(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """The shapes of the call's batch, by name."""
-
     def admit(self, take: Callable[[], Batch]) -> Batch:
         """The engine and microbatches of a call, once all ranks and replicas have one like it."""
         self.refuse_ended()
@@ -230,6 +224,14 @@ class Step(ABC):
         return pipe.validated(self.optimizer.layout.chain, self.optimizer.layout.size)
 
     @abstractmethod
+    def begin(self, call: str, *, batch: bool = False) -> None:
+        """A call that every rank makes begins; `batch`: it will be said what it is given."""
+
+    @abstractmethod
+    def given(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """The shapes of the call's batch, by name."""
+
+    @abstractmethod
     def guarded(self, work: Callable[[], T], engine: Engine | None = None) -> T:
         """Do what other ranks wait for; if it fails, they hear of it."""
 
@@ -290,6 +292,12 @@ class LocalStep(Step):
 
     def let_go(self) -> None:
         self.others.clear()
+
+    def begin(self, call: str, *, batch: bool = False) -> None:
+        """All ranks are here."""
+
+    def given(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """All ranks are here."""
 
     def plan(self, find: Callable[[Any], Schedule]) -> Schedule:
         return find(self.engine.pipe.request)

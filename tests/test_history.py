@@ -1,0 +1,182 @@
+"""Ranks that make different calls hear of it soon, ranks that are slow do not.
+
+Run: pytest tests/test_history.py (CPU; two launches of three processes, see tests/other_calls.py).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from tests.other_calls import COMPARE_S
+from tests.test_processes import Results, launch
+from zbfx import history
+from zbfx.history import KEPT, History
+
+ALIKE = (
+    "ranks made different calls, but every rank makes the same calls in the same order, compile and evaluate among "
+    "them, with batches of the same shapes; found for call"
+)
+SOON_S = COMPARE_S + 4.0  # on busy cores
+WHOLE, SMALL = ("inputs[0] (6, 8), targets[0] (6, 8)", "inputs[0] (3, 8), targets[0] (3, 8)")
+
+
+class Ranks:
+    """The histories of two ranks of one process, and what their threads are told."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.reasons: list[str] = []
+        self.said = threading.Event()
+        self.ranks = [History(f"rank {rank}", self.store, lambda: self.differ) for rank in range(2)]
+
+    def differ(self, reason: str) -> None:
+        self.reasons.append(reason)
+        self.said.set()
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    monkeypatch.setattr(history, "POLL_S", 0.01)
+    monkeypatch.setattr(history, "COMPARE_S", 0.1)
+    found = Ranks()
+    yield found
+    for rank in found.ranks:
+        rank.close()
+
+
+def test_the_tag_is_that_of_the_call(two: Ranks) -> None:
+    first, other = two.ranks
+    tags = []
+    for kind, shapes in (("step", (4, 8)), ("step", (4, 8)), ("step", (8, 8)), ("evaluate", (8, 8))):
+        for rank in two.ranks:
+            rank.begin(kind, batch=True)
+            tags.append(rank.tag)
+            rank.given({"inputs[0]": shapes})
+            tags.append(rank.tag)
+    assert tags[::4] == tags[2::4]
+    assert tags[1::4] == tags[3::4]
+    assert len({0, *tags}) == 9
+    assert all(0 <= tag < 2**31 for tag in tags)
+    other.begin("step")
+    first.begin("evaluate")
+    assert first.tag != other.tag
+
+
+def test_calls_in_quick_succession_are_not_told(two: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "COMPARE_S", 60.0)
+    first = two.ranks[0]
+    for _ in range(100):
+        first.begin("step")
+        time.sleep(0.001)
+    assert first.told == 0
+    assert two.store.num_keys() == 0
+
+
+def test_a_difference_some_calls_ago_is_found(two: Ranks) -> None:
+    first, other = two.ranks
+    for kind in ("step", "step", "optimizer.step", "step"):
+        first.begin(kind)
+    for kind in ("step", "evaluate"):
+        other.begin(kind)
+    assert two.said.wait(10.0)
+    assert two.reasons == [f"{ALIKE} 2 of this pipeline rank 0: step; rank 1: evaluate"]
+
+
+def test_a_rank_that_is_ahead_or_has_a_batch_unknown_or_refused_does_not_differ(two: Ranks) -> None:
+    first, other = two.ranks
+    for size in (1, 2):
+        first.begin("step", batch=True)
+        first.given({"inputs[0]": (size, 8)})
+    other.begin("step", batch=True)
+    time.sleep(0.5)
+    assert (first.told, other.told) == (2, 0)
+    other.given({"inputs[0]": (1, 8)})
+    time.sleep(0.5)
+    assert other.told == 1
+    for size, rank in enumerate(two.ranks):
+        rank.begin("step", batch=True)
+        rank.given({"inputs[0]": (size, 9)})
+        rank.refused()
+        rank.begin("close")
+        time.sleep(0.5)
+    assert (first.told, two.reasons) == (4, [])
+
+
+def test_the_store_keeps_few_calls(two: Ranks) -> None:
+    for number in range(1, 100):
+        for rank in two.ranks:
+            rank.begin("step")
+            assert rank.difference() is None
+        assert two.store.num_keys() == min(number, 2 * KEPT)
+
+
+def test_a_closed_history_says_nothing(two: Ranks) -> None:
+    two.ranks[0].begin("step")
+    two.ranks[1].begin("evaluate")
+    for rank in two.ranks:
+        rank.close()
+    assert not two.said.wait(0.5)
+
+
+@pytest.fixture(scope="module")
+def other_calls(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return launch(3, "other-calls", tmp_path_factory.mktemp("calls"), {0, 1, 2}, module="tests.other_calls")
+
+
+@pytest.mark.parametrize(
+    ("case", "number", "rank", "own", "others"),
+    [
+        ("step, evaluate", 3, 1, f"evaluate with {WHOLE}", f"step with {WHOLE}"),
+        ("evaluate, step", 3, 1, f"step with {WHOLE}", f"evaluate with {WHOLE}"),
+        ("new shapes", 3, 2, f"step with {SMALL}", f"step with {WHOLE}"),
+        ("known shapes", 4, 2, f"step with {WHOLE}", f"step with {SMALL}"),
+        ("one step fewer", 3, 0, "close", f"step with {WHOLE}"),
+        ("profile", 3, 0, "profile", f"step with {WHOLE}"),
+        ("optimizer", 4, 1, f"step with {WHOLE}", "optimizer.step"),
+    ],
+)
+def test_every_rank_hears_what_each_called(
+    other_calls: Results, case: str, number: int, rank: int, own: str, others: str
+) -> None:
+    found = [other_calls[k][case] for k in range(3) if (case, k) != ("one step fewer", 0)]
+    possible = [
+        f"{ALIKE} {number} of this pipeline " + "; ".join(sorted((f"rank {rank}: {own}", f"rank {other}: {others}")))
+        for other in range(3)
+        if other != rank
+    ]
+    assert found[0]["text"] in possible
+    assert {(error["type"], error["text"]) for error in found} == {("PipelineFault", found[0]["text"])}
+    assert max(error["seconds"] for error in found) < SOON_S
+
+
+def test_a_rank_that_closes_its_step_goes_on(other_calls: Results) -> None:
+    assert other_calls[0]["one step fewer"]["type"] is None
+
+
+def test_the_first_call_of_a_kind_is_compared_at_once(other_calls: Results) -> None:
+    for found in other_calls.values():
+        assert found["first"]["type"] == "PipelineFault"
+        assert found["first"]["text"] == (
+            "ranks made different calls, but every rank makes the same calls in the same order, compile and evaluate "
+            "among them; found rank 0: call 1, step, rank 1: call 1, evaluate, rank 2: call 1, step"
+        )
+        assert found["first"]["seconds"] < SOON_S
+
+
+def test_a_step_after_other_calls_says_so(other_calls: Results) -> None:
+    for found in other_calls.values():
+        assert "has failed before" in found["after"]["text"]
+        assert f"{ALIKE} 3 of this pipeline" in found["after"]["text"]
+
+
+def test_slow_ranks_that_make_the_same_calls_do_not_differ(tmp_path_factory: pytest.TempPathFactory) -> None:
+    found = launch(3, "slow-ranks", tmp_path_factory.mktemp("slow"), {0, 1, 2}, module="tests.other_calls")
+    for rank in range(3):
+        assert found[rank]["refused"]["type"] == "InputError"
+        assert found[rank]["losses"] == [found[0]["losses"][0]] * 5
+        assert found[rank]["told"] == 8  # each of its calls but the refused one was compared
