@@ -61,6 +61,14 @@ def other_calls(rank: int) -> dict[str, Any]:
     results["one step fewer"] = refusal(step.close if rank == 0 else lambda: step(*batch))
 
     step, batch = ready(problem, pipe)
+
+    def closed_late() -> None:
+        time.sleep(2 * COMPARE_S)  # the others have told of their call
+        step.close()
+
+    results["one step fewer, late"] = refusal(closed_late if rank == 0 else lambda: step(*batch))
+
+    step, batch = ready(problem, pipe)
     results["profile"] = refusal(lambda: (step.profile if rank == 0 else step)(*batch))
 
     step, batch = ready(problem, pipe)

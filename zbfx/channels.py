@@ -325,8 +325,7 @@ class Channels:
     def differ(self, reason: str) -> None:
         """From another thread: other ranks made other calls. Ends this rank's waits in gloo groups, and so those of all
         ranks: one that fails closes its connections. On a GPU, what waits is ended by `zbfx.overdue`."""
-        with suppress(Exception):
-            self.store.compare_set(FAULT_KEY, "", reason)
+        self.first_fault(reason)
         for group in self.groups():
             with suppress(Exception):  # it times out, and gloo then closes all connections of the group
                 if dist.get_backend(group) == "gloo":

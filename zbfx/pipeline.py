@@ -320,8 +320,9 @@ class Pipeline:
         and all replicas the same values, creates and warms the communicators, and makes parameters and buffers that
         several ranks hold equal. Warns (`UserWarning`) where ranks have different values of a tensor, for each stage
         starts from those of the rank that runs it; that takes a CPU core about half a second per GB of the model.
-        `timeout_s` bounds every wait for another rank. `seed` fixes the random numbers; by default they follow rank 0's
-        `torch.manual_seed`. `on_nonfinite` (one verdict for all ranks) and `on_new_shape` as in `run_local`.
+        `timeout_s` bounds every wait for another rank; ranks whose calls differ end sooner (`zbfx.history`). `seed`
+        fixes the random numbers; by default they follow rank 0's `torch.manual_seed`. `on_nonfinite` (one verdict for
+        all ranks) and `on_new_shape` as in `run_local`.
 
         `zero=1` (ZeRO-1) leaves each replica the optimizer's state of a part of the parameters: `step.parameters()` are
         flat shards then, for an optimizer that works element by element, and the model's own parameters have their new

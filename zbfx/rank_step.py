@@ -59,7 +59,9 @@ class RankStep(Step):
 
     def let_go(self) -> None:
         self.begin("close")
-        self.channels.history.difference()  # ranks that go on without this one will find it there
+        # Ranks that go on without this one find that it closed; those that have told of their calls, the difference.
+        if (found := self.channels.history.difference()) is not None:
+            self.channels.first_fault(found)
         if self.engine.pipe.device.type == "cuda":
             torch.cuda.synchronize(self.engine.pipe.device)
         for engine in (self.engine, *self.others.values()):
