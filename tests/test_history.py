@@ -138,7 +138,7 @@ def other_calls(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("one step fewer", 3, 0, "close", f"step with {WHOLE}"),
         ("one step fewer, late", 3, 0, "close", f"step with {WHOLE}"),
         ("profile", 3, 0, "profile", f"step with {WHOLE}"),
-        ("optimizer", 4, 1, f"step with {WHOLE}", "optimizer.step"),
+        ("optimizer", 5, 1, f"step with {WHOLE}", "optimizer.step"),
     ],
 )
 def test_every_rank_hears_what_each_called(
