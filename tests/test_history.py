@@ -107,6 +107,16 @@ def test_a_rank_that_is_ahead_or_has_a_batch_unknown_or_refused_does_not_differ(
     assert (first.told, two.reasons) == (4, [])
 
 
+def test_a_rank_whose_batch_is_not_known_hears_of_another_call(two: Ranks) -> None:
+    first, other = two.ranks
+    first.begin("optimizer.step")
+    time.sleep(0.3)
+    assert first.told == 1
+    other.begin("step", batch=True)
+    assert two.said.wait(10.0)
+    assert two.reasons == [f"{ALIKE} 1 of this pipeline rank 0: optimizer.step; rank 1: step"]
+
+
 def test_the_store_keeps_few_calls(two: Ranks) -> None:
     for number in range(1, 100):
         for rank in two.ranks:

@@ -27,7 +27,7 @@ Differs = Callable[[str], None]
 
 
 class Call(NamedTuple):
-    """The `number`th call of a pipeline, from 1. `batch`: the shapes that it was given; None: not known, or refused."""
+    """The `number`th call of a pipeline, from 1. `batch`: the shapes that it was given; None: not known."""
 
     number: int
     kind: str
@@ -68,7 +68,7 @@ class History:
 
     def refused(self) -> None:
         """All ranks refuse the batches that they were given, which may differ."""
-        self.put(self.calls.pop()._replace(batch=None))
+        self.told = self.calls[-1].number
 
     def put(self, call: Call) -> None:
         self.calls.append(call)
@@ -91,14 +91,20 @@ class History:
         """Tell the other ranks of the calls that they do not know of; how theirs differ, if one has told before."""
         with suppress(Exception):  # the process that holds the store is gone
             for call in tuple(self.calls):
-                if call.number > self.told and call.batch is not None:
-                    own = f"{self.name}: {call}"
-                    first = self.store.compare_set(f"call {call.number}", "", own).decode()
-                    if first.partition(": ")[2] != str(call):
-                        return (
-                            f"ranks made different calls, but {SAME_CALLS}, with batches of the same shapes; found for "
-                            f"call {call.number} of this pipeline {'; '.join(sorted((first, own)))}"
-                        )
+                if call.number <= self.told:
+                    continue
+                key, own = f"call {call.number}", f"{self.name}: {call}"
+                if call.batch is None:  # it may still be refused: nobody is told
+                    first = self.store.get(key).decode() if self.store.check([key]) else own
+                    first = first.partition(" with ")[0]
+                else:
+                    first = self.store.compare_set(key, "", own).decode()
+                if first.partition(": ")[2] != str(call):
+                    return (
+                        f"ranks made different calls, but {SAME_CALLS}, with batches of the same shapes; found for "
+                        f"call {call.number} of this pipeline {'; '.join(sorted((first, own)))}"
+                    )
+                if call.batch is not None:
                     self.told = call.number
                     self.store.delete_key(f"call {call.number - 2 * KEPT}")
         return None

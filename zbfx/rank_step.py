@@ -38,6 +38,7 @@ class RankStep(Step):
         super().__init__(engine, options)
         self.channels, self.tensors = channels, tensors
         self.refusals = 0
+        self.shapes: Mapping[str, tuple[int, ...]] = {}  # of the last call's batch
         self.compared: set[str] = set()  # the kinds of calls whose first batch was the same on all ranks
 
     def close(self) -> None:
@@ -55,7 +56,9 @@ class RankStep(Step):
         self.channels.history.begin(call, batch=batch)
 
     def given(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.channels.history.given(shapes)
+        self.shapes = shapes
+        if self.channels.control is None:  # else once all replicas are known to have such a batch
+            self.channels.history.given(shapes)
 
     def let_go(self) -> None:
         self.begin("close")
@@ -129,6 +132,7 @@ class RankStep(Step):
                     f"replica {self.channels.place.replica}, {shapes} in replica {replica}"
                 )
         assert batch is not None, "refused above"
+        self.channels.history.given(self.shapes)
         return batch
 
     def plan(self, find: Callable[[Any], Schedule]) -> Schedule:
