@@ -26,12 +26,12 @@ IN_PLACE = {aten.addmm_.default: aten.addmm}
 
 def is_view(node: fx.Node) -> bool:
     """Whether the node's value shares the storage of its first input."""
-    if node.op != "call_function":
-        return False
+    if node.op != "call_function" or not (node.args and isinstance(node.args[0], fx.Node)):
+        return False  # a view of a number, like the conjugate of 1j, is a tensor of its own
     if node.target in UNDECLARED_VIEWS:
         return True
     if node.target is operator.getitem:
-        return is_view(node.args[0])  # type: ignore[arg-type]
+        return is_view(node.args[0])
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.arguments or schema.arguments[0].alias_info is None:
         return False

@@ -84,6 +84,12 @@ BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "in-place on an activation": lambda self, x: (x @ self.a).mul_(2.0).tanh_() @ self.b,
     "detached branch": lambda self, x: torch.tanh(x @ self.a) @ self.b + (x @ self.a).detach() @ self.c,
     "sort": lambda self, x: torch.sort(x @ self.a, dim=1).values @ self.b,
+    "times 1j": lambda self, x: torch.tanh((x @ self.a) * 1j).imag @ self.b,
+    "1j times a parameter": lambda self, x: (x @ self.a) @ torch.exp(1j * self.b).real,
+    "over a complex number": lambda self, x: ((x @ self.a) / (1 + 2j)).abs() @ (self.b * 2j).imag,
+    "less a complex number": lambda self, x: ((x @ self.a) - 1j).abs() @ (2j - self.b).angle(),
+    "power of a complex number": lambda self, x: torch.pow(1 + 2j, x @ self.a).real @ (self.b**2j).abs(),
+    "complex scale": lambda self, x: torch.add((x @ self.a) * 1j, self.c[0], alpha=2j).imag @ self.b,
     "split sizes": lambda self, x: torch.cat((x @ self.a).split([1, 5], 1)[::-1], 1) @ self.b,
 }
 
@@ -283,6 +289,28 @@ def test_complex_buffer_used_by_every_stage() -> None:
     model = Frequencies()
     check(Problem(model, squares, (numbers(6, WIDTH),)), 4)
     assert "phases" not in model.state_dict()
+
+
+class DiagonalStates(nn.Module):
+    """The kernel of a diagonal state-space model, of complex parameters and numbers, along the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rates = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128))
+        self.phases = nn.Parameter(torch.rand(WIDTH))
+        self.scale = nn.Parameter(torch.tensor(0.5 + 0.25j))
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        powers = torch.exp((self.rates + 1j * self.phases)[:, None] / 3j * torch.arange(WIDTH))
+        return self.layer(torch.tanh(self.layer(x)) @ (powers * (self.scale * 2j)).real)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("costs", ["estimate", "measure"])
+def test_complex_parameters_and_numbers(stages: int, costs: str) -> None:
+    check(Problem(DiagonalStates(), squares, (numbers(6, WIDTH),)), stages, costs=costs)
 
 
 def test_two_steps_accumulate_like_autograd() -> None:

@@ -168,6 +168,13 @@ class UserLines(TorchFunctionMode):
                     f"the model or its loss runs a backward of its own (Tensor.backward) at {line}: its gradients "
                     f"would be lost. Return the loss, or give its gradient in the backward of a torch.autograd.Function"
                 )
+            if any(isinstance(value, torch.Generator) for value in (*args, *(kwargs or {}).values())):
+                raise TraceError(
+                    f"the model draws random numbers from a torch.Generator ({func.__name__}) at {line}: one graph "
+                    f"cannot hold its state. Leave out generator=; a pipeline draws from (seed, step, microbatch, "
+                    f"place in the model), with the seed of run_local or bind. Numbers that are to be the same in "
+                    f"every forward are drawn in __init__ (register_buffer)"
+                )
         # The fused layer of the CPU library keeps what its backward needs only where autograd sees it run.
         fused = func is torch.lstm
         with _torch.without_mkldnn() if fused else contextlib.nullcontext():

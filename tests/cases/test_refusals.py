@@ -98,6 +98,17 @@ class Grows(Branch):
         return self.layer(x) * self.seen[:WIDTH]
 
 
+class OwnGenerator(Branch):
+    def forward(self, x: Tensor) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        return self.layer(x) + torch.randn(WIDTH, generator=generator)
+
+
+class OwnBernoulli(Branch):
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x) * torch.full_like(x, 0.5).bernoulli_(generator=torch.Generator())
+
+
 # model, its line or None, what was found, what to change
 TRACING: dict[str, tuple[type[nn.Module], str | None, str, str]] = {
     "branch on a value": (Branch, "x.sum() > 0", "a tensor's value", "torch.where"),
@@ -110,6 +121,8 @@ TRACING: dict[str, tuple[type[nn.Module], str | None, str, str]] = {
     "reentrant checkpoint": (Reentrant, None, "use_reentrant=True", "use_reentrant=False"),
     "flex attention": (Flexible, "flex_attention(h", "what it does to the scores is a graph", "as attn_mask"),
     "sparse gradient": (Sparse, "self.table((x", "sparse=True (node embedding)", "Set sparse=False"),
+    "generator": (OwnGenerator, "randn(", "from a torch.Generator (randn) at", "Leave out generator="),
+    "generator, in place": (OwnBernoulli, "bernoulli_(", "from a torch.Generator (bernoulli_) at", "(seed, step, "),
     "buffer of another shape": (Grows, None, "replaces seen, torch.float64 of shape (6,), by", "Keep shape and dtype"),
 }
 
