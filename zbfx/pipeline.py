@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbfx import cost, measure
+from zbfx.aliases import refuse_apart, separate
 from zbfx.arguments import (
     checked_cuts,
     checked_device,
@@ -374,9 +375,9 @@ class Pipeline:
         place, tensors = channels.place, self.tensors()
         engine = rank_engine(self, tensors, channels)
         runner = engine.runners[0]
-        agree(channels, digest(self), partial(self.ready, engine))
         placement = self.schedule.costs.placement
         holders = parameter_holders(self.stages, placement) | buffer_holders(self.stages, placement)
+        agree(channels, digest(self), partial(self.ready, engine, holders))
         copies = [(name, first, other) for name, (first, *others) in holders.items() for other in others]
         channels.open(message_pairs(self) | {(first, other) for _, first, other in copies})
         for name, first, other in copies:
@@ -395,11 +396,16 @@ class Pipeline:
         step_type = CapturedStep if self.backend.startswith("cudagraph") else RankStep
         return step_type(engine, options, channels, tensors)
 
-    def ready(self, engine: Engine) -> None:
-        """Check the tensors that these ranks use, and move them to the device."""
+    def ready(self, engine: Engine, holders: Mapping[str, Sequence[int]] | None = None) -> None:
+        """Check the tensors that these ranks use, and move them to the device. `holders` of each, where ranks are not
+        one process."""
         used = {name for runner in engine.runners for name in runner.tensor_names}
-        self.guard.check_layouts(named_tensors(self.model, self.loss_fn), used)
+        named = named_tensors(self.model, self.loss_fn)
+        self.guard.check_layouts(named, used)
+        if holders is not None:
+            refuse_apart(named, holders, self.joint)
         move_to(engine.runners, self.device)
+        separate(named, self.joint.replaced)
 
     def __deepcopy__(self, memo: object) -> Pipeline:
         raise ZbfxError("a pipeline holds graphs with fake tensors and cannot be copied; call zbfx.compile again")

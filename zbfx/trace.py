@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zbfx import _torch
+from zbfx.aliases import refuse_written
 from zbfx.batch import Signature
 from zbfx.errors import TraceError, ZbfxError, listed
 from zbfx.first_forward import take_made
@@ -106,6 +107,7 @@ def trace(
     canonical = canonical_names(model, loss_fn)
     joint = as_joint(module, signature, canonical, objective.leaves)
     joint = replace(joint, replaced=frozenset(canonical[name] for name in objective.replaced))
+    refuse_written(named_tensors(model, loss_fn), joint)
     return (inline_sizes(joint) if sizes else joint), signature
 
 
