@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from zbfx import _torch
 from zbfx.aliases import refuse_written
 from zbfx.batch import Signature
+from zbfx.counters import numbers_of, refuse_counters
 from zbfx.errors import TraceError, ZbfxError, listed
 from zbfx.first_forward import take_made
 from zbfx.graphs import Joint, Port, Role, copy_graph
@@ -97,8 +98,10 @@ def trace(
             raise
 
     objective = objective_of()
+    before = numbers_of(objective)
     try:
         module = captured(objective)
+        refuse_counters(before, numbers_of(objective), module, objective_of, captured)
     except KeptTensors:
         objective, module = afresh(objective_of, captured)
     refuse_mixed_dtypes(module.graph)
