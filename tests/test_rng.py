@@ -133,6 +133,16 @@ def test_masks_differ_between_microbatches_steps_and_seeds() -> None:
     assert set(masks(2)[0].tolist()) == {0.0, 1.0, 2.0}  # two masks, each weighted by a half
 
 
+def test_masks_go_on_where_training_resumes() -> None:
+    given = problem(2)
+    straight = compiled(given, 2, 2).run_local(seed=7)
+    expected = [straight(*given.inputs) for _ in range(4)]
+    resumed = compiled(given, 2, 2).run_local(seed=7)
+    resumed.count = 2
+    assert [resumed(*given.inputs) for _ in range(2)] == expected[2:]
+    assert expected[0] != expected[2]
+
+
 def test_seed_follows_torch() -> None:
     model = Masks()
     pipe = compiled(Problem(model, None, (torch.ones(1, 64),)), 1, 1)

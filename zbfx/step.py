@@ -71,7 +71,7 @@ class Step(ABC):
         self.watch = Watch(pipe.guard, pipe.model, pipe.loss_fn, pipe.device, parameters, pipe.joint.replaced)
         self.verdict: str | None = None
         self.losses: tuple[Tensor, ...] = ()  # of the last step's microbatches, on the rank that computes them
-        self.count = 0
+        self.count = 0  # of steps; random numbers depend on it
         self.optimizer: PostValidated | None = None
         self.fault: str | None = None  # why no further step can run
 
