@@ -254,7 +254,8 @@ class GroupTransport:
             torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=self.channels.device)
             for layout in message.layouts
         )
-        self.posted[key] = ([self.channels.irecv(flat(value), message.source) for value in values], values)
+        with waiting(self.name, self.arriving(key)):
+            self.posted[key] = ([self.channels.irecv(flat(value), message.source) for value in values], values)
 
     def posted_once(self, key: str) -> None:
         """Post a receive unless it is posted already."""
@@ -268,18 +269,25 @@ class GroupTransport:
     def receive(self, key: str) -> tuple[Tensor, ...]:
         works, values = self.posted.pop(key)
         for work in works:
-            self.wait(work, f"message {key} from rank {self.messages[key].source}, which")
+            self.wait(work, self.arriving(key))
         return values
+
+    def arriving(self, key: str) -> str:
+        return f"message {key} from rank {self.messages[key].source}, which"
 
     def send(self, key: str, values: tuple[Tensor, ...]) -> None:
         assert key not in self.sent, f"{self.name}: {key} is sent again before it is released"
         message = self.messages[key]
         dense = [flat(laid_out(value, layout)) for value, layout in zip(values, message.layouts, strict=True)]
-        self.sent[key] = [(self.channels.isend(value, message.target), value) for value in dense]
+        with waiting(self.name, self.leaving(key)):
+            self.sent[key] = [(self.channels.isend(value, message.target), value) for value in dense]
 
     def release(self, key: str) -> None:
         for work, _ in self.sent.pop(key, ()):  # `join` may have waited for it
-            self.wait(work, f"message {key} to rank {self.messages[key].target}, which")
+            self.wait(work, self.leaving(key))
+
+    def leaving(self, key: str) -> str:
+        return f"message {key} to rank {self.messages[key].target}, which"
 
     def reduce(self, key: str, gradients: Tensor) -> None:
         start = self.channels.sum_shards if key in self.sharded else self.channels.sum_over_replicas
@@ -304,7 +312,7 @@ class GroupTransport:
         received later."""
         for key, (works, values) in list(self.posted.items()):
             for work in works:
-                self.wait(work, f"message {key} from rank {self.messages[key].source}, which")
+                self.wait(work, self.arriving(key))
             self.posted[key] = ([], values)
         self.finish()
         return set(self.posted)
