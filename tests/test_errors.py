@@ -302,6 +302,19 @@ def test_orders_that_need_more_than_a_multiple() -> None:
     )
 
 
+def test_limits_without_a_plan_say_what_helps() -> None:
+    fixed = refusal(mlp(2), schedule="zb-h1", mem_limit=1, recompute="none")
+    assert fixed.endswith(
+        " Raise the limit, allow recompute='auto', use smaller microbatches, or cut the model into more stages."
+    )
+    free = refusal(mlp(2), schedule="zb-h1", mem_limit=1)
+    assert free.endswith(" Raise the limit, use smaller microbatches, or cut the model into more stages.")
+
+
+def test_pipelines_have_short_names() -> None:
+    assert repr(compiled(mlp(2), 3, 2, schedule="zb-h1")) == "Pipeline(zb-h1: 3 stages on 3 ranks, 2 microbatches)"
+
+
 def test_attributes_that_cannot_be_copied_are_named() -> None:
     problem = mlp(2)
     problem.model.register_module("inner", nn.ReLU())

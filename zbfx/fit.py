@@ -20,7 +20,7 @@ from zbfx.codegen import Program, generate
 from zbfx.errors import NoFeasibleSchedule, OverLimit, ZbfxError
 from zbfx.graphs import Stage
 from zbfx.memory import RankMemory, Static, timed
-from zbfx.passes.recompute import Level
+from zbfx.passes.recompute import LEVELS, Level
 from zbfx.plan import Action, CostTable, Kind, Schedule
 from zbfx.schedule import build, plan
 from zbfx.schedule.beside import run_beside
@@ -229,7 +229,7 @@ def fit_bytes(
     if fitting.best is None:
         if fitting.smallest is None:
             raise refusals[0]
-        raise infeasible(fitting, limits)
+        raise infeasible(fitting, limits, allowed)
 
 
 def fit_stages(
@@ -312,7 +312,7 @@ def one_by_one(costs: CostTable, microbatches: int) -> Schedule:
     return build("one by one", costs, microbatches, tuple(orders))
 
 
-def infeasible(fitting: Fitting, limits: Sequence[float]) -> NoFeasibleSchedule:
+def infeasible(fitting: Fitting, limits: Sequence[float], allowed: Sequence[Level]) -> NoFeasibleSchedule:
     """Names the smallest limit that has a plan, and what sets it."""
     assert fitting.smallest is not None, "there was a candidate"
     smallest = fitting.smallest
@@ -321,9 +321,10 @@ def infeasible(fitting: Fitting, limits: Sequence[float]) -> NoFeasibleSchedule:
     least = max(memory.peak_bytes for memory in smallest.memory) if uniform else over.peak_bytes
     parts = [(name, getattr(over.static, name)) for name in Static.__dataclass_fields__] + list(over.live)
     shown = ", ".join(f"{size:,} {name}" for name, size in parts if size)
+    more = "" if len(allowed) == len(LEVELS) else "allow recompute='auto', "
     return NoFeasibleSchedule(
         f"no plan fits in {limits[over.rank]:,.0f} bytes on rank {over.rank}. The smallest feasible limit is "
         f"{least:,} bytes, set by rank {over.rank} in {over.highest.action} ({smallest.summary}): {shown}. "
-        f"Raise the limit, allow recompute='auto', use smaller microbatches, or cut the model into more stages.",
+        f"Raise the limit, {more}use smaller microbatches, or cut the model into more stages.",
         float(least),
     )

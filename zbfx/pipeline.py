@@ -212,7 +212,7 @@ def compile(
     return checked_pipeline(pipe, check)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Pipeline:
     """A compiled pipeline, ready to run: `run_local` in this process, `bind` over torch.distributed.
 
@@ -406,6 +406,10 @@ class Pipeline:
             refuse_apart(named, holders, self.joint)
         move_to(engine.runners, self.device)
         separate(named, self.joint.replaced)
+
+    def __repr__(self) -> str:
+        stages, ranks, microbatches = len(self.stages), len(self.programs), self.reduction.microbatches
+        return f"Pipeline({self.schedule.name}: {stages} stages on {ranks} ranks, {microbatches} microbatches)"
 
     def __deepcopy__(self, memo: object) -> Pipeline:
         raise ZbfxError("a pipeline holds graphs with fake tensors and cannot be copied; call zbfx.compile again")

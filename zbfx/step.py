@@ -16,7 +16,7 @@ from zbfx.arguments import checked_seed, kind_of
 from zbfx.codegen import Program
 from zbfx.comm import LocalTransport, Mailbox, Transport
 from zbfx.engine import Engine, local_engine
-from zbfx.errors import InputError, PipelineFault, ZbfxError
+from zbfx.errors import InputError, NonFiniteStep, PipelineFault, ZbfxError
 from zbfx.guard import Watch
 from zbfx.plan import Schedule
 from zbfx.variants import Variants
@@ -133,7 +133,9 @@ class Step(ABC):
                 return self.run(engine, rows)
             before = snapshot(engine.parameters)
             loss = self.run(engine, rows)
-            self.verdict = settle(self.problems(engine), before, engine.parameters, self.options.on_nonfinite)
+            self.verdict = settle(self.problems(engine), before, engine.parameters)
+            if self.verdict is not None and self.options.on_nonfinite == "raise":
+                raise NonFiniteStep(self.verdict)
             return loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -21,12 +21,15 @@ class Gap:
     cause: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Profile:
     """Measured spans per rank, in order, from the common start of a step, and the schedule that planned them."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
+
+    def __repr__(self) -> str:
+        return f"Profile({self.schedule.name}: {self.makespan_s:.6g} s, planned {self.schedule.makespan_s:.6g} s)"
 
     @property
     def makespan_s(self) -> float:

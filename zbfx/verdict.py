@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from zbfx.errors import NonFiniteStep, ZbfxError
+from zbfx.errors import ZbfxError
 
 CHOICES = ("keep", "drop", "raise")
 
@@ -38,14 +38,11 @@ def problems(rank: str, losses: Sequence[Tensor], parameters: Mapping[str, nn.Pa
 
 
 def settle(
-    found: Sequence[str], before: Mapping[str, Tensor | None], parameters: Mapping[str, nn.Parameter], on_nonfinite: str
+    found: Sequence[str], before: Mapping[str, Tensor | None], parameters: Mapping[str, nn.Parameter]
 ) -> str | None:
-    """Drop the step's gradients if anything was found on any rank; returns the verdict, or raises `NonFiniteStep`."""
+    """Drop the step's gradients if anything was found on any rank; returns the verdict."""
     if not found:
         return None
     for name, parameter in parameters.items():
         parameter.grad = before[name]
-    verdict = f"gradients dropped: {'; '.join(found[:5])}" + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
-    if on_nonfinite == "raise":
-        raise NonFiniteStep(verdict)
-    return verdict
+    return f"gradients dropped: {'; '.join(found[:5])}" + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
