@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.models import Problem, mean_squares, numbers, squares
 from tests.reference import activations, assert_same, compiled, default_dtype, gradients, reference, stepped
-from zbfx import Kind
+from zbfx import Kind, PipelineFault
 
 TOLERANCE = 1e-12
 WIDTH = 6
@@ -90,6 +90,10 @@ BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "less a complex number": lambda self, x: ((x @ self.a) - 1j).abs() @ (2j - self.b).angle(),
     "power of a complex number": lambda self, x: torch.pow(1 + 2j, x @ self.a).real @ (self.b**2j).abs(),
     "complex scale": lambda self, x: torch.add((x @ self.a) * 1j, self.c[0], alpha=2j).imag @ self.b,
+    "cholesky": lambda self, x: x @ torch.linalg.cholesky(self.a @ self.a.T + torch.eye(WIDTH)) @ self.b,
+    "solve": lambda self, x: torch.tanh(torch.linalg.solve(self.a, (x @ self.c).T).T) @ self.b,
+    "inverse": lambda self, x: torch.tanh(x @ torch.linalg.inv(self.a)) @ torch.linalg.inv(self.b),
+    "eigenvalues": lambda self, x: torch.tanh(x @ self.b) * torch.linalg.eigvals(self.a).abs(),
     "split sizes": lambda self, x: torch.cat((x @ self.a).split([1, 5], 1)[::-1], 1) @ self.b,
 }
 
@@ -98,6 +102,29 @@ BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
 def test_gradients_equal_autograd(body: Callable[[Any, Tensor], Tensor], stages: int) -> None:
     check(of(body), stages)
+
+
+def of_products(self: Any, x: Tensor) -> Tensor:
+    """Positive definite for any parameters, but not for those that costs are measured with."""
+    h = x @ self.a
+    return torch.linalg.cholesky(h.T @ h + torch.eye(WIDTH)) @ torch.linalg.inv(self.b)
+
+
+def test_checks_of_values_do_not_stop_measuring() -> None:
+    check(of(of_products), 2, costs="measure")
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="earlier tracers leave the checks out")
+@pytest.mark.parametrize(
+    ("function", "found"), [(torch.linalg.inv, "singular"), (torch.linalg.cholesky, "not positive-definite")]
+)
+def test_checks_of_torch_linalg_run_in_a_step(function: Callable[[Tensor], Tensor], found: str) -> None:
+    problem = of(lambda self, x: torch.tanh(x @ self.a) @ function(self.b))
+    pipe = compiled(problem, 2, 3, check=False)
+    with torch.no_grad():
+        problem.model.get_parameter("b").fill_(-1.0)
+    with pytest.raises(PipelineFault, match=rf"LinAlgError.*{found}"):
+        pipe.run_local()(*problem.inputs)
 
 
 @pytest.mark.parametrize("stages", [1, 2])

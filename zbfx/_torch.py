@@ -2,6 +2,7 @@
 
 aot_export_joint_with_descriptors   2.11.0, 2.13.0   joint forward and backward graph of a module
 descriptors.*                       2.11.0, 2.13.0   what each input and output of that graph is
+with_effects, _linalg_check_errors  2.11.0, 2.13.0   operators in that graph that act beside their results
 FakeTensorMode                      2.11.0, 2.13.0   tensors with shape, dtype and device but no memory
 DataDependentOutputException, ...   2.11.0, 2.13.0   what fake tensors raise where Python needs a value
 torch._subclasses.fake_tensor       2.11.0, 2.13.0   also the name of its logger
@@ -36,7 +37,11 @@ from torch._C._autograd import _saved_tensors_hooks_set_tracing
 from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd.descriptors import (
+    BackwardTokenAOTInput,
+    BackwardTokenAOTOutput,
     BufferAOTInput,
+    ForwardTokenAOTInput,
+    ForwardTokenAOTOutput,
     GradAOTOutput,
     InputMutationAOTOutput,
     ParamAOTInput,
@@ -60,12 +65,20 @@ from torch.utils import _pytree as pytree
 
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
+# Inputs and outputs of a traced graph that keep operators with effects in order.
+TOKENS = (ForwardTokenAOTInput, ForwardTokenAOTOutput, BackwardTokenAOTInput, BackwardTokenAOTOutput)
+
+with_effects = torch.ops.higher_order.with_effects
+CHECKS = {torch.ops.aten._linalg_check_errors.default}  # operators with effects that only check values
+
 # The text that autograd leaves on the nodes that add up gradients of a value with several uses.
 GRADIENT_ADDITION_MARK = "Gradient addition node"
 
 __all__ = [
+    "CHECKS",
     "DATA_DEPENDENT_ERRORS",
     "GRADIENT_ADDITION_MARK",
+    "TOKENS",
     "BufferAOTInput",
     "FakeTensorMode",
     "GradAOTOutput",
@@ -94,6 +107,7 @@ __all__ = [
     "symbolic_size",
     "wait_tensor",
     "waited",
+    "with_effects",
     "without_fake_logs",
     "without_mkldnn",
 ]

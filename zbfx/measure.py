@@ -18,7 +18,7 @@ from zbfx.boxed import Boxed
 from zbfx.clock import SHORT_WARM_S, WARM_S, call_s, most_bytes, side_by_side, sustained_s
 from zbfx.cost import Hardware, estimate, node_s
 from zbfx.errors import ZbfxError
-from zbfx.graphs import CallBytes, Joint, Phase, Stage
+from zbfx.graphs import CallBytes, Joint, Phase, Stage, copy_graph
 from zbfx.lifetimes import CUDA_GRANULE, call_effect, lifetimes, transient_bytes
 from zbfx.links import measured_edges
 from zbfx.passes.nodes import is_view
@@ -175,10 +175,19 @@ def prepared(stage: Stage, conditions: Conditions) -> Prepared:
         if not phase.is_empty:
             inputs = phase.module.graph.find_nodes(op="placeholder")
             args = [value_of(key, node) for key, node in zip(argument_keys(phase), inputs, strict=True)]
-            calls[kind] = partial(keeping, conditions.compiled(phase), args)
+            calls[kind] = partial(keeping, conditions.compiled(without_checks(phase)), args)
     gpu = device.type == "cuda"
     held = {kind: call_bytes(stage.phases[kind], call, device) for kind, call in calls.items() if gpu}
     return Prepared(stage, calls, held)
+
+
+def without_checks(phase: Phase) -> Phase:
+    """The phase without checks of values, which the made-up ones would not pass."""
+    graph = copy_graph(phase.module.graph)
+    for node in graph.nodes:
+        if node.op == "call_function" and not node.users and node.meta.get("val", node) is None:
+            graph.erase_node(node)
+    return replace(phase, module=fx.GraphModule(phase.module, graph, phase.name))
 
 
 def argument_keys(phase: Phase) -> list[Any]:

@@ -109,6 +109,12 @@ class OwnBernoulli(Branch):
         return self.layer(x) * torch.full_like(x, 0.5).bernoulli_(generator=torch.Generator())
 
 
+class Prints(Branch):
+    def forward(self, x: Tensor) -> Any:
+        torch.ops.aten._print("seen")
+        return self.layer(x)
+
+
 # model, its line or None, what was found, what to change
 TRACING: dict[str, tuple[type[nn.Module], str | None, str, str]] = {
     "branch on a value": (Branch, "x.sum() > 0", "a tensor's value", "torch.where"),
@@ -123,6 +129,7 @@ TRACING: dict[str, tuple[type[nn.Module], str | None, str, str]] = {
     "sparse gradient": (Sparse, "self.table((x", "sparse=True (node embedding)", "Set sparse=False"),
     "generator": (OwnGenerator, "randn(", "from a torch.Generator (randn) at", "Leave out generator="),
     "generator, in place": (OwnBernoulli, "bernoulli_(", "from a torch.Generator (bernoulli_) at", "(seed, step, "),
+    "effect": (Prints, "_print(", "runs aten._print.default, which acts beside its results", "Take it out"),
     "buffer of another shape": (Grows, None, "replaces seen, torch.float64 of shape (6,), by", "Keep shape and dtype"),
 }
 
