@@ -45,6 +45,15 @@ def test_memory_limit_is_a_number_or_a_multiple(costs: str, limit: str, status: 
     assert main(command) == status
 
 
+def test_other_memory_limits_are_told_the_unit(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for limit in ("two", "0x", "8,5", "-1"):
+        assert main(["plan", "--costs", costs, "--microbatches", "2", f"--mem-limit={limit}"]) == 2
+        assert capsys.readouterr().err == (
+            "zbfx: error: --mem-limit is a number above 0 in the unit of m_b, or a multiple of what 1F1B needs, like "
+            f"2x; found {limit!r}\n"
+        )
+
+
 def test_plan_prints_the_order_of_each_rank(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--costs", costs, "--microbatches", "2", "--schedule", "zb-h1"]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -98,11 +107,15 @@ def test_compare_as_json(costs: str, capsys: pytest.CaptureFixture[str]) -> None
         ("[]", "expected an object with stages, t_comm, edges, placement; found []"),
         ('{"stages": [{"t_f": 1, "t_b": 1}]}', "stages[0]: the field 't_w' is missing"),
         ('{"stages": [{"t_f": "1", "t_b": 1, "t_w": 1}]}', "stages[0].t_f: expected a number; found '1'"),
-        ('{"stages": [{"t_f": -1, "t_b": 1, "t_w": 1}]}', "stages[0]: a stage's forward_s is a finite number >= 0"),
+        ('{"stages": [{"t_f": -1, "t_b": 1, "t_w": 1}]}', "stages[0].t_f is a finite number >= 0; found -1"),
         ('{"stages": [{"t_f": 1, "t_b": 1, "t_w": 1, "mb": 1}]}', "no field is called 'mb'; known: t_f, t_b, t_w"),
         ('{"stages": [{"t_f": 1, "t_b": 1, "t_w": 1}], "placement": [1]}', "placement uses every rank from 0 up"),
         ('{"stages": [{"t_f": 1, "t_b": 1, "t_w": 1}], "placement": [0.5]}', "expected a whole number; found 0.5"),
         ('{"stages": [{"t_f": NaN, "t_b": 1, "t_w": 1}]}', "a finite number >= 0; found nan"),
+        (
+            '{"stages": [{"t_f": 1, "t_b": 1, "t_w": 1e308}]}',
+            "t_w is a finite number >= 0, and at most 1e+100",
+        ),
         ('{"stages": []}', "a cost table needs at least one stage"),
     ],
 )

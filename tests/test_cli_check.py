@@ -32,6 +32,9 @@ def three():
 def bare():
     return {"stages": 2}
 
+def empty():
+    return {}
+
 def misspelt():
     return {**pipeline(), "microbatch": 2}
 
@@ -59,6 +62,7 @@ def test_a_right_pipeline_is_reported(target: str, capsys: pytest.CaptureFixture
         ("number", "found int"),
         ("three", "it returned int 3"),
         ("bare", "it returned a dict without 'model': stages"),
+        ("empty", "it returned an empty dict"),
         ("misspelt", "returned 'microbatch', which zbfx.compile does not take; did you mean 'microbatches'?"),
         ("control_flow", "user_model.py:"),
     ],
@@ -68,6 +72,31 @@ def test_what_cannot_be_checked_says_why(
 ) -> None:
     assert main(["check", f"{target}:{name}"]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("import os\nimport no_such_module", "No module named 'no_such_module', at {0}:2 `import no_such_module`"),
+        ("from os import no_such", "cannot import name 'no_such' from 'os'"),
+        ("def pipeline(:", "SyntaxError: invalid syntax (user_model.py, line 1)"),
+    ],
+)
+def test_files_that_do_not_import_name_their_own_line(
+    text: str, found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "user_model.py"
+    path.write_text(text)
+    assert main(["check", f"{path}:pipeline"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"zbfx: error: {path} does not import: ")
+    assert found.format(path) in message
+
+
+@pytest.mark.parametrize("place", [".", "..", "a..b", "user model"])
+def test_what_is_no_module(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{place}:pipeline"]) == 2
+    assert capsys.readouterr().err.endswith(f": {place!r} is neither a .py file nor the name of a module\n")
 
 
 def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import zbfx
-from tests.models import Problem, gpt, mlp, numbers, squares
+from tests.models import Problem, gpt, mean_squares, mlp, numbers, squares
 from tests.reference import compiled
 from zbfx import InputError, InvalidSchedule, NoFeasibleSchedule, PipelineFault, TraceError, ZbfxError
 from zbfx.arguments import placement_of
@@ -106,6 +106,20 @@ def test_model_that_cannot_be_copied() -> None:
     message = refusal(Problem(model, squares, (numbers(4, WIDTH),)), TraceError)
     assert "copy.deepcopy" in message
     assert "generator" in message
+
+
+def test_weight_that_a_hook_computed_before_the_model_was_converted() -> None:
+    layer = nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
+    problem = Problem(nn.Sequential(nn.Linear(WIDTH, WIDTH), layer).double(), squares, (numbers(4, WIDTH).double(),))
+    assert refusal(problem, TraceError) == (
+        f"the model replaces 1.weight, torch.float32 of shape {(WIDTH, WIDTH)}, by torch.float64 of shape "
+        f"{(WIDTH, WIDTH)}: one graph cannot hold both. Keep shape and dtype, or keep the value out of the model. If "
+        f"it only is what a forward made before the model was converted (model.double()), run the model once before "
+        f"compile: model(*example_inputs) under torch.no_grad()"
+    )
+    with torch.no_grad():
+        problem.model(numbers(4, WIDTH).double())
+    compiled(problem, 2, 2).run_local()(*problem.inputs)
 
 
 def test_write_into_an_input() -> None:
@@ -243,6 +257,14 @@ def test_unknown_device(device: str) -> None:
     assert repr(device) in refusal(mlp(2), device=device)
 
 
+@pytest.mark.parametrize("device", ["mps", "xpu", "xla", "mtia", "vulkan", "hpu", "lazy", "privateuseone"])
+def test_devices_that_no_pipeline_runs_on(device: str) -> None:
+    assert refusal(mlp(2), device=device) == (
+        f"a pipeline runs on a CPU or on CUDA GPUs; found device={device!r}. Use device='cpu' or 'cuda', with the "
+        f"model's tensors there or on meta"
+    )
+
+
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch is built with CUDA")
 def test_device_that_this_torch_does_not_have() -> None:
     message = refusal(mlp(2), device="cuda")
@@ -290,7 +312,30 @@ def test_memory_limits_that_are_no_bytes() -> None:
     assert message == (
         "mem_limit is a number of bytes; found 1.5. Say '1.5x' for so many times what the activations of 1F1B need"
     )
-    assert refusal(mlp(2), mem_limit=b"1x") == "a memory limit is a number of bytes above 0; found b'1x'"
+
+
+FORMS = 'a memory limit is a number of bytes, also like "24GiB", a multiple like "2x", or one number of bytes per rank'
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        (b"1x", f"{FORMS}, above 0; found b'1x'"),
+        ({0: 1}, f"{FORMS}, above 0; found {{0: 1}}"),
+        ([None, 10**9], f"{FORMS}, above 0; found None"),
+        ([10**9, True], f"{FORMS}, above 0; found True"),
+        ([10**9, -1], f"{FORMS}, above 0; found -1"),
+        ([10**9, "2x"], f"{FORMS}; found '2x'"),
+        ("2 bytes", f"{FORMS}; found '2 bytes'"),
+        (["1GiB"], "one memory limit per rank: expected 2, found 1"),
+    ],
+)
+def test_memory_limits_of_other_forms(limit: Any, message: str) -> None:
+    assert refusal(mlp(2), mem_limit=limit) == message
+
+
+def test_text_and_numbers_as_limits_of_ranks() -> None:
+    assert compiled(mlp(2), 2, 2, mem_limit=["1.5GiB", 10**9]).schedule.mem_limit == (1.5 * 2**30, 1e9)
 
 
 def test_orders_that_need_more_than_a_multiple() -> None:
@@ -408,6 +453,35 @@ def test_other_dtype() -> None:
     message = step_refusal(mlp(2), numbers(4, 8).double(), numbers(4, 8))
     assert "expected dtype torch.float32" in message
     assert "found torch.float64" in message
+
+
+def test_tensors_without_data_and_sparse_ones() -> None:
+    x = numbers(4, 8).float()
+    meta = "inputs[0]: expected a tensor with data, found one on the meta device"
+    sparse = "inputs[0]: expected a dense tensor, found one of layout torch.sparse_coo. Pass .to_dense()"
+    assert step_refusal(mlp(2), x.to("meta"), x) == meta
+    assert step_refusal(mlp(2), x.to_sparse(), x) == sparse
+    step = compiled(mlp(2), 2, 2).run_local()
+    for found, message in ((x.to("meta"), meta), (x.to_sparse(), sparse)):
+        with pytest.raises(InputError) as caught:
+            step.evaluate(found, x)
+        assert str(caught.value) == message
+    with pytest.raises(InputError) as caught:
+        step.run_split([((x[:2].to("meta"), x[:2]), {})] * 2)
+    assert str(caught.value) == meta
+    with pytest.raises(InputError) as caught:
+        zbfx.compile(mlp(2).model, stages=1, microbatches=2, loss_fn=mean_squares, example_inputs=(x.to_sparse(),))
+    assert str(caught.value) == sparse
+
+
+@pytest.mark.parametrize("name", ["tolerance", "floor"])
+def test_tolerances_of_check(name: str) -> None:
+    pipe = compiled(mlp(2), 2, 2)
+    for value in ("x", None, -1.0, float("nan")):
+        with pytest.raises(
+            ZbfxError, match=rf"^{name} is how far results may differ, .*, a number >= 0; found {value!r}"
+        ):
+            zbfx.check(pipe, **{name: value})  # type: ignore[arg-type]
 
 
 def test_missing_and_unknown_arguments() -> None:

@@ -18,6 +18,7 @@ from zbfx.plan import CostTable, Schedule
 V_SCHEDULES = ("zb-v", "zb-v-order", "v-half", "v-min")
 LINEAR_SCHEDULES = ("1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
 
+DEVICES = ("cpu", "cuda")
 FEW_BYTES = 1000.0  # less than any limit
 
 
@@ -187,11 +188,16 @@ def checked_device(device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ZbfxError(f"device names a device of torch, like 'cpu' or 'cuda'; found {device!r}") from error
+        raise ZbfxError(f"device is 'cpu' or 'cuda', or one of several like 'cuda:1'; found {device!r}") from error
     if found.type == "meta":
         raise ZbfxError(
             "device='meta' has no memory to run on. Name the device that the pipeline will run on, like 'cpu' or "
             "'cuda'; the model's tensors may be on meta"
+        )
+    if found.type not in DEVICES:
+        raise ZbfxError(
+            f"a pipeline runs on a CPU or on CUDA GPUs; found device={str(device)!r}. Use device='cpu' or 'cuda', with "
+            f"the model's tensors there or on meta"
         )
     if found.type == "cuda" and not torch.backends.cuda.is_built():
         raise ZbfxError(

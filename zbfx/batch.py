@@ -50,6 +50,9 @@ class Signature:
     def of(cls, inputs: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any]) -> Signature:
         """Every tensor with the first tensor's leading size is cut along dimension 0; others are given whole."""
         named, structure = pytree.tree_flatten_with_path(((*inputs, *targets), dict(kwargs)))
+        for path, leaf in named:
+            if isinstance(leaf, Tensor):
+                refuse_sparse(path_name(path, len(inputs)), leaf)
         sizes = [leaf.shape[0] for _, leaf in named if isinstance(leaf, Tensor) and leaf.ndim]
         leaves = tuple(
             TensorSpec(
@@ -95,6 +98,7 @@ class Signature:
                         f"{leaf.name} was a tensor in the example microbatch; found {type(value).__name__}. "
                         f"Pass a tensor, or compile again with this value"
                     )
+                refuse_sparse(leaf.name, value)
                 tensors.append(value)
             elif type(leaf.value) is not type(value) or not same_value(leaf.value, value):
                 raise InputError(
@@ -175,6 +179,11 @@ class Signature:
                 )
             columns.append([tensor] * microbatches if whole else list(tensor.split(spec.shape[0])))
         return [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in range(microbatches)]
+
+
+def refuse_sparse(name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise InputError(f"{name}: expected a dense tensor, found one of layout {tensor.layout}. Pass .to_dense()")
 
 
 def refuse_uncut(pairs: Sequence[tuple[TensorSpec, Tensor]], microbatches: int) -> None:

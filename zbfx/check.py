@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zbfx import comm, rng
-from zbfx.arguments import checked_seed, kind_of
+from zbfx.arguments import checked_seed, finite_number, kind_of
 from zbfx.codegen import Program, generate
 from zbfx.engine import local_runners, take_turns
 from zbfx.errors import ZbfxError, first_line
@@ -86,6 +86,8 @@ def check(pipe: Pipeline, *, seed: int = 0, tolerance: float = 1e-6, floor: floa
             "its parameters are distributed"
         )
     checked_seed(seed)
+    finite_number("tolerance", tolerance, "how far results may differ, relative to their largest value")
+    finite_number("floor", floor, "how far results may differ, relative to the largest value of all")
     failed: Exception | None = None
     for values in Values:
         try:

@@ -25,6 +25,7 @@ from zbfx.costs_json import read_costs
 from zbfx.errors import ZbfxError
 from zbfx.plan import Schedule
 from zbfx.schedule import plan
+from zbfx.schedule.limits import limit_per_rank
 from zbfx.schedule.registry import names
 from zbfx.show.text import amount, coloured_grid, summary
 from zbfx.show.trace import trace
@@ -116,8 +117,16 @@ def width(text: str) -> int:
 
 
 def solve(options: argparse.Namespace, name: str) -> Schedule:
+    costs = read_costs(options.costs)
+    try:
+        limit_per_rank(costs, options.mem_limit)
+    except ZbfxError as error:  # which speaks of bytes, a unit that these costs may not have
+        raise ZbfxError(
+            f"--mem-limit is a number above 0 in the unit of m_b, or a multiple of what 1F1B needs, like 2x; found "
+            f"{options.mem_limit!r}"
+        ) from error
     return plan(
-        read_costs(options.costs),
+        costs,
         options.microbatches,
         schedule=name,
         mem_limit=options.mem_limit,

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -56,7 +57,8 @@ def checked_arguments(target: str, given: Any, signature: inspect.Signature) -> 
     if not isinstance(given, Mapping):
         raise ZbfxError(f"{target} is {EXAMPLE}; it returned {type(given).__name__} {given!r}"[:300])
     if "model" not in given:
-        raise ZbfxError(f"{target} is {EXAMPLE}; it returned a dict without 'model': {listed(given)}")
+        found = f"a dict without 'model': {listed(given)}" if given else "an empty dict"
+        raise ZbfxError(f"{target} is {EXAMPLE}; it returned {found}")
     unknown = [key for key in given if key not in signature.parameters]
     if unknown:
         close = get_close_matches(str(unknown[0]), signature.parameters, n=1)
@@ -70,13 +72,38 @@ def load(target: str) -> Callable[[], Mapping[str, Any]]:
     place, _, name = target.rpartition(":")
     if not place:
         raise ZbfxError(f"check takes FILE.py:FUNCTION, {EXAMPLE}; found {target!r}, without a ':'")
+    usage = f"check takes FILE.py:FUNCTION, {EXAMPLE}; found {target!r}"
+    module = load_module(place, usage)
     try:
-        function = getattr(load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place), name)
-    except (ImportError, AttributeError, ValueError, FileNotFoundError) as error:
-        raise ZbfxError(f"check takes FILE.py:FUNCTION, {EXAMPLE}; found {target!r}: {error}") from error
+        function = getattr(module, name)
+    except AttributeError as error:
+        raise ZbfxError(f"{usage}: {error}") from error
     if not callable(function):
         raise ZbfxError(f"{target} is {EXAMPLE}; found {type(function).__name__}")
     return function
+
+
+def load_module(place: str, usage: str) -> Any:
+    """The module in a file, or of a name. Raises `ZbfxError` if there is none, or if it does not import."""
+    is_file = place.endswith(".py")
+    if is_file and not Path(place).is_file():
+        raise ZbfxError(f"{usage}: there is no file {place}")
+    if not is_file and not all(part.isidentifier() for part in place.split(".")):
+        raise ZbfxError(f"{usage}: {place!r} is neither a .py file nor the name of a module")
+    try:
+        return load_file(Path(place)) if is_file else importlib.import_module(place)
+    except SyntaxError as error:
+        raise ZbfxError(f"{place} does not import: {type(error).__name__}: {error}") from error
+    except ImportError as error:
+        ours = (__file__, importlib.__file__)
+        stack = traceback.extract_tb(error.__traceback__)
+        lines = [f for f in stack if f.filename not in ours and not f.filename.startswith("<frozen importlib")]
+        if not lines:
+            raise ZbfxError(f"{usage}: {error}") from error
+        last = lines[-1]
+        raise ZbfxError(
+            f"{place} does not import: {type(error).__name__}: {error}, at {last.filename}:{last.lineno} `{last.line}`"
+        ) from error
 
 
 def load_file(path: Path) -> Any:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zbfx.errors import ZbfxError
-from zbfx.plan import CostTable, Edge, Number, StageCost
+from zbfx.plan import CostTable, Edge, Number, StageCost, require_amount
 
 TABLE_KEYS = ("stages", "t_comm", "edges", "placement")
 STAGE_KEYS = {
@@ -129,10 +129,9 @@ def costs_from_json(document: Any, where: str = "costs") -> CostTable:
 def stage_from_json(row: Any, where: str) -> StageCost:
     stage = Reader.of(row, where, tuple(STAGE_KEYS))
     keys = [key for key in STAGE_KEYS if key in stage.values or key in REQUIRED_STAGE_KEYS]
-    try:
-        return StageCost(**{STAGE_KEYS[key]: stage.number(key) for key in keys})
-    except ZbfxError as error:
-        raise ZbfxError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
+    for key in keys:
+        require_amount(f"{where}.{key} is a finite number >= 0", stage.number(key))
+    return StageCost(**{STAGE_KEYS[key]: stage.number(key) for key in keys})
 
 
 def costs_to_json(costs: CostTable) -> dict[str, Any]:

@@ -81,9 +81,15 @@ def keep_replaced(name: str, before: Tensor, after: Tensor | None) -> None:
     """A buffer that the model replaces (`self.count = self.count + 1`) is written like one changed in place."""
     if after is None or after.shape != before.shape or after.dtype != before.dtype:
         found = "nothing" if after is None else f"{after.dtype} of shape {tuple(after.shape)}"
+        converted = after is not None and after.shape == before.shape
+        once = (
+            ". If it only is what a forward made before the model was converted (model.double()), run the model once "
+            "before compile: model(*example_inputs) under torch.no_grad()"
+        )
         raise TraceError(
             f"the model replaces {name.removeprefix(MODEL_PREFIX)}, {before.dtype} of shape {tuple(before.shape)}, by "
             f"{found}: one graph cannot hold both. Keep shape and dtype, or keep the value out of the model"
+            f"{once if converted else ''}"
         )
     with torch.no_grad():
         before.copy_(after.detach())

@@ -131,7 +131,7 @@ def compile(
     """
     model = checked_model(model)
     inputs, kwargs, targets = checked_examples(example_inputs, example_kwargs, example_targets, loss_fn)
-    device = checked_device(device) if device is not None else device_of(model)
+    device = checked_device(device_of(model) if device is None else device)
     hardware = cost.hardware_of(device)
     fixed = isinstance(costs, CostTable) or cuts is not None
     placements = placements_of(checked_schedule(schedule), stages, stages_per_rank, fixed=fixed)

@@ -12,19 +12,22 @@ Symbols are the paper's ("Zero Bubble Pipeline Parallelism", section 2.3): `T_F,
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
-from math import isclose
+from numbers import Real
 from os import PathLike
 from pathlib import Path
 from shutil import get_terminal_size
+from typing import Any
 
 from zbfx.errors import ZbfxError
 
 Number = int | float | Fraction
+LARGEST = 1e100  # time or size in a cost table
 
 
 class Kind(StrEnum):
@@ -65,6 +68,15 @@ def parts(action: Action) -> tuple[Action, ...]:
     return (action,)
 
 
+def require_amount(expected: str, value: Any, where: str = "") -> None:
+    """Raise `ZbfxError` for what is no time or size; what sums of would pass what a float can hold is none either."""
+    is_number = isinstance(value, Real)
+    if not is_number or not 0 <= value < math.inf:
+        raise ZbfxError(f"{expected}; found {value!r}{where}")
+    if value > LARGEST:
+        raise ZbfxError(f"{expected}, and at most {LARGEST:g}; found {value!r}{where}. Choose a larger unit")
+
+
 @dataclass(frozen=True, slots=True)
 class StageCost:
     """What one stage costs per microbatch. Times in seconds, memory in bytes (any consistent unit works).
@@ -89,9 +101,10 @@ class StageCost:
     def __post_init__(self) -> None:
         times = ("forward_s", "backward_input_s", "backward_weight_s")
         for name in (*times, "saved_bytes", "weight_saved_bytes", "static_bytes", "transient_bytes"):
-            value = getattr(self, name)
-            if not value >= 0 or value == float("inf"):
-                raise ZbfxError(f"a stage's {name} is a finite number >= 0; found {value!r}")
+            require_amount(f"a stage's {name} is a finite number >= 0", getattr(self, name))
+        for name in ("backward_s", "beside_s"):
+            if getattr(self, name) is not None:
+                require_amount(f"a stage's {name} is a finite number >= 0, or None", getattr(self, name))
 
     def seconds(self, kind: Kind) -> Number:
         if kind is Kind.F:
@@ -123,11 +136,9 @@ class Edge:
 
     def __post_init__(self) -> None:
         for value in (self.forward_s, self.backward_s):
-            if value is not None and (not value >= 0 or value == float("inf")):
-                raise ZbfxError(
-                    f"communication takes a finite number of seconds >= 0; "
-                    f"found {value!r} on edge {self.source} -> {self.target}"
-                )
+            if value is not None:
+                where = f" on edge {self.source} -> {self.target}"
+                require_amount("communication takes a finite number of seconds >= 0", value, where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +156,9 @@ class CostTable:
     def __post_init__(self) -> None:
         if not self.stages:
             raise ZbfxError("a cost table needs at least one stage; found none")
+        for stage in self.stages:
+            if not isinstance(stage, StageCost):
+                raise ZbfxError(f"the stages of a cost table are StageCosts; found {stage!r}"[:200])
         if len(self.placement) != len(self.stages):
             raise ZbfxError(
                 f"placement names a rank for each of the {len(self.stages)} stages; found {len(self.placement)} entries"
@@ -246,7 +260,7 @@ class Schedule:
             for rank in range(self.costs.rank_count)
         )
         # Times are sums of rounded numbers: a schedule without bubbles has rate 0, not 1e-16.
-        return 0.0 if isclose(self.iteration_s, work, rel_tol=1e-12) else 1.0 - work / self.iteration_s
+        return 0.0 if math.isclose(self.iteration_s, work, rel_tol=1e-12) else 1.0 - work / self.iteration_s
 
     @property
     def gap(self) -> float:

@@ -93,7 +93,7 @@ class Step(ABC):
     def batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         self.check_model()
         engine = self.engine_for(args, kwargs, self.microbatches, evaluation=False)
-        return engine, engine.pipe.signature.split(args, kwargs, self.microbatches)
+        return with_data(engine, engine.pipe.signature.split(args, kwargs, self.microbatches))
 
     def run_split(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Tensor:
         """One step from microbatches that are cut already: (positional, keyword) arguments of each, in a list like
@@ -112,7 +112,7 @@ class Step(ABC):
         self.check_model()
         signature = self.engine.pipe.signature
         self.given(signature.batch_shapes(self.microbatches))
-        return self.engine, [signature.split(args, kwargs, 1)[0] for args, kwargs in batches]
+        return with_data(self.engine, [signature.split(args, kwargs, 1)[0] for args, kwargs in batches])
 
     def check_model(self, *, evaluation: bool = False) -> None:
         """Raises `InputError` if the model has changed in what its graph or its tensors do not follow."""
@@ -153,7 +153,7 @@ class Step(ABC):
         self.check_model(evaluation=True)
         count = self.engine.pipe.signature.microbatches_in(args, kwargs)
         engine = self.engine_for(args, kwargs, count or self.microbatches, evaluation=True)
-        return engine, engine.pipe.signature.split(args, kwargs, engine.pipe.reduction.microbatches)
+        return with_data(engine, engine.pipe.signature.split(args, kwargs, engine.pipe.reduction.microbatches))
 
     def admit(self, take: Callable[[], Batch]) -> Batch:
         """The engine and microbatches of a call, once all ranks and replicas have one like it."""
@@ -276,6 +276,16 @@ class Step(ABC):
     @abstractmethod
     def problems(self, engine: Engine) -> list[str]:
         """What is not finite on any rank after a step."""
+
+
+def with_data(engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Batch:
+    """A batch, if the tensors that this process reads have data: others may be on the meta device."""
+    read = {name for runner in engine.runners for name in runner.input_names}
+    for row in rows:
+        for spec, tensor in zip(engine.pipe.signature.tensors, row, strict=True):
+            if tensor.is_meta and spec.name in read:
+                raise InputError(f"{spec.name}: expected a tensor with data, found one on the meta device")
+    return engine, rows
 
 
 def is_pair(value: Any) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbfx.errors import InvalidSchedule, NoFeasibleSchedule, ZbfxError
-from zbfx.plan import Action, CostTable, Kind, StageCost
+from zbfx.plan import Action, CostTable, Edge, Kind, StageCost
 from zbfx.schedule import check
 from zbfx.schedule.handmade import zb_h1
 from zbfx.schedule.planner import read_orders
@@ -73,6 +75,53 @@ def test_a_limit_that_nothing_meets_names_the_smallest() -> None:
 def test_actions_out_of_range() -> None:
     assert "stages 0 to 1 and microbatches 0 to 1" in rejected("F0.0 F0.1 F0.2", GOOD[1])
     assert "the placement has 2 ranks" in rejected(GOOD[0])
+
+
+@pytest.mark.parametrize(
+    ("orders", "message"),
+    [
+        ("F0.0 B0.0", "a schedule gives one order of actions per rank, in a list; found str"),
+        ([3, 4], "an order is a list of actions, or text like 'F0.0 F0.1 B0.0'; found 3"),
+        ([[3]], "an order is made of actions, or of text like 'F0.3'; found 3"),
+        ([["F0"]], "an action reads like F0.3 (kind F, B, W or BW, stage, microbatch); found 'F0'"),
+        ([[Action("F", 0, 0)]], "an order is made of actions, or of text like 'F0.3'; found Action(kind='F', "),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_order(orders: Any, message: str) -> None:
+    with pytest.raises(ZbfxError) as caught:
+        read_orders(orders)
+    assert str(caught.value).startswith(message)
+
+
+def test_orders_as_lists_of_text_and_of_actions_are_those_in_one_piece() -> None:
+    assert read_orders([order.split() for order in GOOD]) == read_orders(GOOD)
+    assert read_orders([[Action.parse("F0.0"), "F0.1 B0.0"], []]) == read_orders(["F0.0 F0.1 B0.0", ""])
+
+
+def test_stages_and_microbatches_below_0() -> None:
+    for action in (Action(Kind.F, -1, 0), Action(Kind.F, 0, -1)):
+        with pytest.raises(InvalidSchedule, match=r"rank 0 runs F.*; there are stages 0 to 1 and microbatches 0 to 1"):
+            check(COSTS, 2, [[action], []])
+
+
+def test_costs_that_are_no_numbers() -> None:
+    refused: list[tuple[Callable[[], object], str]] = [
+        (lambda: StageCost("a", 1, 1), "a stage's forward_s is a finite number >= 0; found 'a'"),  # type: ignore[arg-type]
+        (lambda: StageCost(1, 1, 1, backward_s=-1), "a stage's backward_s is a finite number >= 0, or None; found -1"),
+        (
+            lambda: StageCost(1, 1, 1, saved_bytes=10**101),
+            f"a stage's saved_bytes is a finite number >= 0, and at most 1e+100; found {10**101}. Choose a larger unit",
+        ),
+        (
+            lambda: Edge(0, 1, "b", 1),  # type: ignore[arg-type]
+            "communication takes a finite number of seconds >= 0; found 'b' on edge 0 -> 1",
+        ),
+        (lambda: CostTable("ab", (), (0, 1)), "the stages of a cost table are StageCosts; found 'a'"),  # type: ignore[arg-type]
+    ]
+    for make, message in refused:
+        with pytest.raises(ZbfxError) as caught:
+            make()
+        assert str(caught.value) == message
 
 
 def test_ranks_that_send_and_receive_in_opposite_orders() -> None:

@@ -85,7 +85,7 @@ class Instance:
         bases = {kind: index * count for kind, index in KIND_INDEX.items()}
         for rank, order in enumerate(ranks):
             for action in order:
-                if not (action.stage < count and action.microbatch < m):
+                if not (0 <= action.stage < count and 0 <= action.microbatch < m):
                     raise InvalidSchedule(
                         f"rank {rank} runs {action}; there are stages 0 to {count - 1} and microbatches 0 to {m - 1}"
                     )

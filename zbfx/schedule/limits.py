@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import cast
+from numbers import Real
+from typing import Any, cast
 
 from zbfx.errors import NoFeasibleSchedule, ZbfxError
 from zbfx.plan import CostTable, Number
@@ -13,7 +14,8 @@ from zbfx.schedule.exact import exact
 
 UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
-MemLimit = Number | str | Sequence[Number] | None
+MemLimit = Number | str | Sequence[Number | str] | None
+FORMS = 'a memory limit is a number of bytes, also like "24GiB", a multiple like "2x", or one number of bytes per rank'
 
 
 def one_x(costs: CostTable) -> Fraction:
@@ -34,39 +36,37 @@ def limit_per_rank(costs: CostTable, mem_limit: MemLimit) -> tuple[Number, ...] 
     """Bytes per rank, static bytes included. "1.5x" allows 1.5 times `one_x` for activations on top of those."""
     if mem_limit is None:
         return None
-    if isinstance(mem_limit, str):
-        return limit_from_text(costs, mem_limit)
-    for limit in mem_limit if isinstance(mem_limit, Sequence) and not isinstance(mem_limit, bytes) else (mem_limit,):
-        if isinstance(limit, bool | str | bytes) or not 0 < limit < math.inf:
-            raise ZbfxError(f"a memory limit is a number of bytes above 0; found {limit!r}")
-    if not isinstance(mem_limit, Sequence):
-        return (mem_limit,) * costs.rank_count
+    if isinstance(mem_limit, str) and mem_limit.strip().lower().endswith("x"):
+        allowed = from_text(mem_limit.strip()[:-1], mem_limit) * one_x(costs)
+        return tuple(allowed + static_bytes(costs, rank) for rank in range(costs.rank_count))
+    if isinstance(mem_limit, str | bytes) or not isinstance(mem_limit, Sequence):
+        return (limit_in_bytes(mem_limit),) * costs.rank_count
     if len(mem_limit) != costs.rank_count:
         raise ZbfxError(f"one memory limit per rank: expected {costs.rank_count}, found {len(mem_limit)}")
-    return tuple(cast(Sequence[Number], mem_limit))  # mypy still thinks of str here
+    return tuple(map(limit_in_bytes, mem_limit))
 
 
-def limit_from_text(costs: CostTable, text: str) -> tuple[Number, ...]:
-    """A multiple of what 1F1B's activations need, like "2x", or a number of bytes, like "24GiB"."""
-    number = text.strip().lower()
+def limit_in_bytes(limit: Any) -> Number:
+    """A number of bytes, or text like "24GiB"."""
+    if isinstance(limit, str):
+        number = limit.strip().lower()
+        unit = next((unit for unit in UNITS if number.endswith(unit)), "")
+        return from_text(number.removesuffix(unit), limit) * UNITS.get(unit, 1)
+    is_number = isinstance(limit, Real) and not isinstance(limit, bool)
+    if not is_number or not 0 < limit < math.inf:
+        raise ZbfxError(f"{FORMS}, above 0; found {limit!r}")
+    return cast(Number, limit)
+
+
+def from_text(number: str, text: str) -> Fraction:
+    """A number that a machine could have as its limit. Raises `ZbfxError`, which quotes the whole text."""
     try:
-        if not number.endswith("x"):
-            unit = next((unit for unit in UNITS if number.endswith(unit)), "")
-            return (above_zero(Fraction(number.removesuffix(unit)) * UNITS.get(unit, 1)),) * costs.rank_count
-        allowed = above_zero(Fraction(number[:-1])) * one_x(costs)
-    except (ValueError, ZeroDivisionError) as error:
-        raise ZbfxError(
-            f'a memory limit is a number of bytes, also like "24GiB", a multiple like "2x", or one number per rank; '
-            f"found {text!r}"
-        ) from error
-    return tuple(allowed + static_bytes(costs, rank) for rank in range(costs.rank_count))
-
-
-def above_zero(number: Fraction) -> Fraction:
-    """The number itself. Raises ValueError if it is no limit that a machine could have."""
-    if not 0 < number < 2**100:
-        raise ValueError(number)
-    return number
+        found = Fraction(number)
+        if 0 < found < 2**100:
+            return found
+    except (ValueError, ZeroDivisionError):
+        pass
+    raise ZbfxError(f"{FORMS}; found {text!r}")
 
 
 def smallest_limit(costs: CostTable, rank: int) -> Fraction:

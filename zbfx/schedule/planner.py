@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from fractions import Fraction
 
 from zbfx.errors import ZbfxError
-from zbfx.plan import Action, CostTable, Number, Schedule
+from zbfx.plan import Action, CostTable, Kind, Number, Schedule
 from zbfx.schedule.certificate import Certificate
 from zbfx.schedule.check import check
 from zbfx.schedule.exact import exact
@@ -23,7 +23,7 @@ from zbfx.schedule.solver import solvers
 # Integer programs get their share of the time up to so many actions, and this share above: they help little there.
 SMALL_ACTIONS, LARGE_SHARE = 1000, 0.1
 
-Request = str | Generator | Schedule | Sequence[Sequence[Action] | str]
+Request = str | Generator | Schedule | Sequence[Sequence[Action | str] | str]
 
 
 def plan(
@@ -88,14 +88,28 @@ def build(name: str, costs: CostTable, microbatches: int, ranks: Ranks, mem_limi
     return replace(schedule, lower_bound_s=schedule.iteration_s if optimal else float(bound))
 
 
-def read_orders(orders: Sequence[Sequence[Action] | str]) -> Ranks:
-    """An order per rank, as actions or as text like "F0.0 F0.1 B0.0". Raises `ZbfxError` for anything else."""
+def read_orders(orders: Sequence[Sequence[Action | str] | str]) -> Ranks:
+    """An order per rank, as actions, or as text like "F0.0 F0.1 B0.0", in one piece or in several. Raises `ZbfxError`
+    for anything else."""
     if isinstance(orders, str) or not isinstance(orders, Sequence):
         raise ZbfxError(f"a schedule gives one order of actions per rank, in a list; found {type(orders).__name__}")
-    return tuple(
-        tuple(Action.parse(word) for word in order.split()) if isinstance(order, str) else tuple(order)
-        for order in orders
-    )
+    return tuple(map(read_order, orders))
+
+
+def read_order(order: Sequence[Action | str] | str) -> tuple[Action, ...]:
+    if isinstance(order, str):
+        return tuple(map(Action.parse, order.split()))
+    if not isinstance(order, Sequence):
+        raise ZbfxError(f"an order is a list of actions, or text like 'F0.0 F0.1 B0.0'; found {order!r}"[:200])
+    return tuple(action for entry in order for action in read_actions(entry))
+
+
+def read_actions(entry: Action | str) -> tuple[Action, ...]:
+    if isinstance(entry, str):
+        return read_order(entry)
+    if not isinstance(entry, Action) or not isinstance(entry.kind, Kind):
+        raise ZbfxError(f"an order is made of actions, or of text like 'F0.3'; found {entry!r}"[:200])
+    return (entry,)
 
 
 def _plan_one(
