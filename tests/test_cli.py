@@ -114,7 +114,11 @@ def test_compare_as_json(costs: str, capsys: pytest.CaptureFixture[str]) -> None
         ('{"stages": [{"t_f": NaN, "t_b": 1, "t_w": 1}]}', "a finite number >= 0; found nan"),
         (
             '{"stages": [{"t_f": 1, "t_b": 1, "t_w": 1e308}]}',
-            "t_w is a finite number >= 0, and at most 1e+100",
+            "t_w is a finite number >= 0: 0, or from 1e-100 to 1e+100",
+        ),
+        (
+            '{"stages": [{"t_f": 1, "t_b": 1e-320, "t_w": 1}]}',
+            "t_b is a finite number >= 0: 0, or from 1e-100 to",
         ),
         ('{"stages": []}', "a cost table needs at least one stage"),
     ],

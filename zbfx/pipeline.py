@@ -104,9 +104,10 @@ def compile(
     loss_reduction   "mean" or "sum" of the microbatches' losses, where they come without a count
     schedule         a name of `zbfx.schedule.names()`, a Schedule, an order of actions per rank, or a function
                      `(costs, microbatches) -> orders`
-    mem_limit        what a rank may hold in all: bytes, text like "24GiB", one number per rank, or "auto", what is free
-                     on its device. The plan keeps it by order, recomputation, or two stages a rank in a V. A multiple
-                     like "2x" of the activations of 1F1B limits what is held between F, B and W alone. None: no limit
+    mem_limit        what a rank may hold in all: bytes, text like "24GiB", one of them per rank, or "auto", what is
+                     free on its device. The plan keeps it by order, recomputation, or two stages a rank in a V. A
+                     multiple like "2x" of the activations of 1F1B limits what is held between F, B and W alone. None:
+                     no limit
     recompute        what B may compute again so that less is held: "none" (views), "cheap" (all but matrix products,
                      convolutions and attention), "full" (everything, in segments), "auto": stage by stage as far as
                      `mem_limit` asks for it

@@ -27,7 +27,7 @@ from typing import Any
 from zbfx.errors import ZbfxError
 
 Number = int | float | Fraction
-LARGEST = 1e100  # time or size in a cost table
+LEAST, LARGEST = 1e-100, 1e100  # time or size in a cost table beside 0: whole numbers of ticks fit into a float
 
 
 class Kind(StrEnum):
@@ -69,12 +69,12 @@ def parts(action: Action) -> tuple[Action, ...]:
 
 
 def require_amount(expected: str, value: Any, where: str = "") -> None:
-    """Raise `ZbfxError` for what is no time or size; what sums of would pass what a float can hold is none either."""
+    """Raise `ZbfxError` for what is no time or size, or is of no unit that one would choose."""
     is_number = isinstance(value, Real)
     if not is_number or not 0 <= value < math.inf:
         raise ZbfxError(f"{expected}; found {value!r}{where}")
-    if value > LARGEST:
-        raise ZbfxError(f"{expected}, and at most {LARGEST:g}; found {value!r}{where}. Choose a larger unit")
+    if value and not LEAST <= value <= LARGEST:
+        raise ZbfxError(f"{expected}: 0, or from {LEAST:g} to {LARGEST:g}; found {value!r}{where}. Choose another unit")
 
 
 @dataclass(frozen=True, slots=True)

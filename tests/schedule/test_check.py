@@ -110,7 +110,8 @@ def test_costs_that_are_no_numbers() -> None:
         (lambda: StageCost(1, 1, 1, backward_s=-1), "a stage's backward_s is a finite number >= 0, or None; found -1"),
         (
             lambda: StageCost(1, 1, 1, saved_bytes=10**101),
-            f"a stage's saved_bytes is a finite number >= 0, and at most 1e+100; found {10**101}. Choose a larger unit",
+            f"a stage's saved_bytes is a finite number >= 0: 0, or from 1e-100 to 1e+100; found {10**101}. Choose "
+            f"another unit",
         ),
         (
             lambda: Edge(0, 1, "b", 1),  # type: ignore[arg-type]

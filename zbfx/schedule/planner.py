@@ -40,10 +40,10 @@ def plan(
 
     `costs` may be several tables that differ in placement; the best schedule over all of them is returned. `schedule`
     is a name, an order per rank (actions, or text like "F0.0 F0.1 B0.0"), a Schedule, or a generator
-    `(costs, microbatches) -> orders`. `mem_limit` counts bytes per rank, static bytes included: a number, one number
-    per rank, a multiple like "2x" of what 1F1B's activations need, or None. Searched schedules stop when the lower
-    bound is met or after `budget_s`; the same seed takes the same way. With `rounds` of local search, and no integer
-    programs, the way also ends in the same place, unless `budget_s` ends it before.
+    `(costs, microbatches) -> orders`. `mem_limit` counts bytes per rank, static bytes included: a number, text like
+    "24GiB", one of them per rank, a multiple like "2x" of what 1F1B's activations need, or None. Searched schedules
+    stop when the lower bound is met or after `budget_s`; the same seed takes the same way. With `rounds` of local
+    search, and no integer programs, the way also ends in the same place, unless `budget_s` ends it before.
     """
     begun = time.perf_counter()
     tables = [costs] if isinstance(costs, CostTable) else list(costs)
