@@ -327,6 +327,7 @@ FORMS = 'a memory limit is a number of bytes, also like "24GiB", a multiple like
         ([10**9, -1], f"{FORMS}, above 0; found -1"),
         ([10**9, "2x"], f"{FORMS}; found '2x'"),
         ("2 bytes", f"{FORMS}; found '2 bytes'"),
+        ("1e30GiB", f"{FORMS}; found '1e30GiB'"),
         (["1GiB"], "one memory limit per rank: expected 2, found 1"),
     ],
 )

@@ -51,17 +51,17 @@ def limit_in_bytes(limit: Any) -> Number:
     if isinstance(limit, str):
         number = limit.strip().lower()
         unit = next((unit for unit in UNITS if number.endswith(unit)), "")
-        return from_text(number.removesuffix(unit), limit) * UNITS.get(unit, 1)
+        return from_text(number.removesuffix(unit), limit, UNITS.get(unit, 1))
     is_number = isinstance(limit, Real) and not isinstance(limit, bool)
     if not is_number or not 0 < limit < math.inf:
         raise ZbfxError(f"{FORMS}, above 0; found {limit!r}")
     return cast(Number, limit)
 
 
-def from_text(number: str, text: str) -> Fraction:
+def from_text(number: str, text: str, unit: int = 1) -> Fraction:
     """A number that a machine could have as its limit. Raises `ZbfxError`, which quotes the whole text."""
     try:
-        found = Fraction(number)
+        found = Fraction(number) * unit
         if 0 < found < 2**100:
             return found
     except (ValueError, ZeroDivisionError):
