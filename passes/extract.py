@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zbfx.errors import ZbfxError
 from zbfx.graphs import Phase, Port, Role, Split, Stage
 from zbfx.passes.accumulate import accumulate_in_products
 from zbfx.passes.nodes import expression, is_random, is_view, storage_owner, value_bytes
@@ -39,8 +41,10 @@ class Content:
 
 
 def extract(split: Split) -> tuple[Stage, ...]:
-    """The stages of a split joint graph."""
+    """The stages of a split joint graph. Raises `ZbfxError` if one would wait for a stage that waits for it."""
     placed = split.placed
+    refuse_values_against_the_order(split)
+    stage_at = [placed.stage_of[node] for node in placed.line.forward]
     keys = [(stage, kind) for stage in range(placed.stage_count) for kind in (Kind.F, Kind.B, Kind.W)]
     outputs: dict[Key, list[tuple[fx.Node, Port]]] = defaultdict(list)
     for value, port in zip(placed.joint.output_values, placed.joint.outputs, strict=True):
@@ -58,6 +62,7 @@ def extract(split: Split) -> tuple[Stage, ...]:
         stages.append(
             Stage(
                 index,
+                bisect_left(stage_at, index),
                 phases,
                 examples={node.name: node.meta["val"] for node in crossing},
                 storages={
@@ -69,6 +74,27 @@ def extract(split: Split) -> tuple[Stage, ...]:
             )
         )
     return tuple(stages)
+
+
+def refuse_values_against_the_order(split: Split) -> None:
+    """Whatever the schedule, forwards run from the first stage to the last, and backwards from the last to the first:
+    a value that would go another way never arrives."""
+    stage_of = split.placed.stage_of
+    for node, kind in split.phase_of.items():
+        here = stage_of[node]
+        for source in (source for source in node.all_input_nodes if source in split.phase_of):
+            there, made_in = stage_of[source], split.phase_of[source]
+            if made_in is Kind.F:
+                arrives = there < here or kind is not Kind.F
+            else:
+                arrives = there > here and made_in is Kind.B and kind is not Kind.F
+            if here != there and not arrives:
+                raise ZbfxError(
+                    f"the {kind} of stage {here} would read {source.name}, which the {made_in} of stage {there} makes, "
+                    f"at {node.meta.get('stack_trace') or 'an unknown line'}: forwards pass values to later stages and "
+                    f"backwards to earlier ones, so that these two would wait for each other. This is a fault of zbfx: "
+                    f"please report the model; until then, cut it elsewhere (cuts=)"
+                )
 
 
 def content_of(split: Split, key: Key, outputs: list[tuple[fx.Node, Port]]) -> Content:

@@ -9,7 +9,7 @@ several stages, cuts then move for the sake of the heaviest rank.
 from __future__ import annotations
 
 import operator
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -48,9 +48,13 @@ def partition(
         starts = balanced_cuts(joint, line, placement, seconds, bytes_per_s)
     else:
         starts = named_cuts(joint, line, cuts, stage_count)
-    joint = recompute_within_stages(joint, line, stages_from(line, starts))
-    line = line_up(joint)
-    return Placed(joint, line, stages_from(line, starts), stage_count)
+    return cut_at(joint, line, starts)
+
+
+def cut_at(joint: Joint, line: Line, starts: Sequence[int]) -> Placed:
+    """The joint graph cut before each position in `starts`, with every stage recomputing for itself alone."""
+    joint, line = recompute_within_stages(joint, line, stages_from(line, starts))
+    return Placed(joint, line, stages_from(line, starts), len(starts) + 1)
 
 
 def stages_from(line: Line, starts: Sequence[int]) -> dict[fx.Node, int]:
@@ -59,9 +63,10 @@ def stages_from(line: Line, starts: Sequence[int]) -> dict[fx.Node, int]:
     return {node: int(numpy.searchsorted(bounds, k, side="right")) for node, k in line.position.items()}
 
 
-def recompute_within_stages(joint: Joint, line: Line, stage_of: Mapping[fx.Node, int]) -> Joint:
+def recompute_within_stages(joint: Joint, line: Line, stage_of: Mapping[fx.Node, int]) -> tuple[Joint, Line]:
     """Where a cut goes through a checkpointed part, the later stage recomputes from the value that crossed the cut in
-    the forward: it has that value, and an earlier stage recomputes only after it."""
+    the forward: it has that value, and an earlier stage recomputes only after it. What is left keeps its position: to
+    match it with the forward anew would take the second of two equal nodes for the first, where that one is gone."""
     graph = copy_graph(joint.graph)
     copies = dict(zip(joint.graph.nodes, graph.nodes, strict=True))
     for node, first in line.original.items():
@@ -69,7 +74,22 @@ def recompute_within_stages(joint: Joint, line: Line, stage_of: Mapping[fx.Node,
             if stage_of.get(user, stage_of[node]) > stage_of[node]:
                 copies[user].replace_input_with(copies[node], copies[first])
     graph.eliminate_dead_code()
-    return replace(joint, graph=graph)
+    left = set(graph.nodes)
+    return replace(joint, graph=graph), line.moved({node: copy for node, copy in copies.items() if copy in left})
+
+
+def place_same(joint: Joint, first: Joint, starts: Sequence[int]) -> Placed | None:
+    """Cut a canonical joint graph where another one, `first`, was cut: before each position in `starts`. None if its
+    forward runs other operations, or on other parameters and buffers."""
+    line = line_up(joint)
+    same = operations(joint, line) == operations(first, line_up(first))
+    return cut_at(joint, line, starts) if same else None
+
+
+def operations(joint: Joint, line: Line) -> list[tuple[str, set[str]]]:
+    """The op of each forward node, and the names of the parameters and buffers that it reads."""
+    ports = joint.input_ports()
+    return [(str(node.target), names_read(node, line, ports)) for node in line.forward]
 
 
 def place_like(joint: Joint, owners: Mapping[str, frozenset[int]], stage_count: int) -> Placed:
@@ -94,7 +114,7 @@ def place_like(joint: Joint, owners: Mapping[str, frozenset[int]], stage_count: 
                 )
             stage = min(later)
         stages.append(stage)
-    return Placed(joint, line, {node: stages[k] for node, k in line.position.items()}, stage_count)
+    return cut_at(joint, line, [bisect_left(stages, index) for index in range(1, stage_count)])
 
 
 def passed_on(joint: Joint, name: str, before: fx.Node) -> Joint | None:

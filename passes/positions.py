@@ -36,7 +36,6 @@ def line_up(joint: Joint) -> Line:
     everywhere = [node for node in calls if node in floating]
     original = recomputed(forward, [node for node in backward if node not in gradients], everywhere)
     partner = {node.meta.get("seq_nr"): position[node] for node in forward}
-    partner |= {node.meta.get("seq_nr"): position[origin] for node, origin in original.items()}
     for node in backward:
         if node in gradients:
             after = [position[source] for source in node.all_input_nodes if source in gradients and source in position]

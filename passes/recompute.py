@@ -28,7 +28,7 @@ import networkx
 from networkx.algorithms.flow import boykov_kolmogorov
 from torch import Tensor, fx
 
-from zbfx.graphs import Line, Placed, Role, Split, copy_graph
+from zbfx.graphs import Placed, Role, Split, copy_graph
 from zbfx.passes.nodes import flop_formula, is_random, is_view, storage_owner, value_bytes
 from zbfx.plan import Kind
 
@@ -75,14 +75,9 @@ def copied(split: Split) -> Split:
     placed = split.placed
     graph = copy_graph(placed.joint.graph)
     new = dict(zip(placed.joint.graph.nodes, graph.nodes, strict=True))
-    line = Line(
-        tuple(new[node] for node in placed.line.forward),
-        {new[node]: k for node, k in placed.line.position.items() if node in new},
-        frozenset(new[node] for node in placed.line.gradients if node in new),
-        {new[node]: new[first] for node, first in placed.line.original.items() if node in new},
-    )
     stage_of = {new[node]: stage for node, stage in placed.stage_of.items()}
-    placed = replace(placed, joint=replace(placed.joint, graph=graph), line=line, stage_of=stage_of)
+    joint, line = replace(placed.joint, graph=graph), placed.line.moved(new)
+    placed = replace(placed, joint=joint, line=line, stage_of=stage_of)
     return Split(placed, {new[node]: kind for node, kind in split.phase_of.items()})
 
 

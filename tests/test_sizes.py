@@ -14,11 +14,14 @@ import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.models import Problem, gpt, numbers, squares
 from tests.reference import assert_same, compiled, default_dtype, gradients, reference
 from zbfx import cost, variants
+from zbfx.errors import ZbfxError
 from zbfx.graphs import Phase
+from zbfx.passes import partition
 from zbfx.sizes import Numbers
 from zbfx.step import LocalStep
 from zbfx.trace import trace
@@ -258,6 +261,86 @@ def test_evaluation_and_counted_losses(traces: list[bool]) -> None:
         total, count = token_sum(problem.model(x), labels)
         torch.testing.assert_close(step.evaluate(x, labels), total.detach() / count, rtol=1e-12, atol=0)
     assert traces == [True]
+
+
+class Checkpointed(nn.Module):
+    """Gated blocks, computed again in the backward, with keys that the next block shares and a skip to the end. Long
+    sequences may take another way."""
+
+    def __init__(self, limit: int = 99) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.limit = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 5), limit
+        names = ("query", "key", "out")
+        self.blocks = nn.ModuleList(nn.ModuleDict({n: nn.Linear(WIDTH, WIDTH) for n in names}) for _ in range(4))
+
+    def block(self, parts: Any, x: Tensor, shared: Tensor | None) -> tuple[Tensor, Tensor]:
+        key = parts["key"](x) if shared is None else parts["key"](x) * shared
+        mixed = torch.tanh(parts["query"](x) * key)
+        return x + parts["out"](mixed.cumsum(1) if x.shape[1] > self.limit else mixed), key
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = h = self.first(x)
+        shared = None
+        for parts in self.blocks:
+            h, shared = checkpoint(self.block, parts, h, shared, use_reentrant=False)
+        return self.last(h * first)
+
+
+CUTS: dict[str, list[str] | None] = {
+    "2 found": None,
+    "3 found": None,
+    "2 between": ["blocks.2"],
+    "3 within": ["blocks.1.query", "blocks.2.out"],
+}
+
+
+@pytest.mark.parametrize("option", ["recompile", "symbolic"])
+@pytest.mark.parametrize("cuts", CUTS)
+@default_dtype(torch.float64)
+def test_checkpointed_blocks_are_cut_alike_for_every_shape(cuts: str, option: str, traces: list[bool]) -> None:
+    problem, stages = Problem(Checkpointed(), squares, (numbers(6, 5, WIDTH),)), int(cuts[0])
+    pipe = compiled(problem, stages, 3, cuts=CUTS[cuts])
+    step = pipe.run_local(on_new_shape=option)
+    for rows, length in ((6, 5), (9, 5), (12, 7)):
+        other = batch(problem, rows, length, WIDTH)
+        assert_same(stepped(step, other), reference(other, 3), 1e-12)
+    assert traces == [option == "symbolic"] * 2  # the rows alone changed at first
+    for found in step.pipelines:
+        assert [stage.start for stage in found.stages] == [stage.start for stage in pipe.stages]
+        for stage, first in zip(found.stages, pipe.stages, strict=True):
+            for kind, phase in stage.phases.items():
+                assert operations(phase) == operations(first.phases[kind])
+        assert found.shared_gradients == ()
+
+
+def operations(phase: Phase) -> list[str]:
+    return [str(node.target) for node in phase.module.graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+@default_dtype(torch.float64)
+def test_checkpointed_blocks_with_other_operations_stay_with_their_parameters(cuts: str) -> None:
+    problem, stages = Problem(Checkpointed(limit=5), squares, (numbers(6, 5, WIDTH),)), int(cuts[0])
+    step = compiled(problem, stages, 3, cuts=CUTS[cuts]).run_local(on_new_shape="recompile")
+    other = batch(problem, 9, 7, WIDTH)
+    assert_same(stepped(step, other), reference(other, 3), 1e-12)
+    assert step.pipelines[1].shared_gradients == ()
+    x = other.inputs[0]
+    torch.testing.assert_close(step.evaluate(x), squares(problem.model(x)).detach(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("option", ["recompile", "symbolic"])
+def test_stages_that_would_wait_for_each_other_are_refused(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the first stage alone recomputed what the cut divides: its backward is the last to run."""
+    problem = Problem(Checkpointed(), squares, (numbers(6, 5, WIDTH),))
+    step = compiled(problem, 2, 3, cuts=["blocks.2.query"]).run_local(on_new_shape=option)
+    refusal = r"the B of stage 1 would read \w+, which the B of stage 0 makes, at .*test_sizes.py:\d+ in blocks.2"
+    with monkeypatch.context() as patched:
+        patched.setattr(partition, "recompute_within_stages", lambda joint, line, stage_of: (joint, line))
+        with pytest.raises(ZbfxError, match=refusal):
+            step(numbers(9, 7, WIDTH))
+    assert_same(stepped(step, problem), reference(problem, 3), 1e-5)  # the step goes on
 
 
 def test_numbers_replace_symbols_in_nests() -> None:

@@ -110,6 +110,15 @@ class Line:
     gradients: frozenset[fx.Node]
     original: Mapping[fx.Node, fx.Node]
 
+    def moved(self, copies: Mapping[fx.Node, fx.Node]) -> Line:
+        """The same line of a copy of the graph, which may lack backward nodes: `copies` has those that it holds."""
+        return Line(
+            tuple(copies[node] for node in self.forward),
+            {copies[node]: k for node, k in self.position.items() if node in copies},
+            frozenset(copies[node] for node in self.gradients if node in copies),
+            {copies[node]: copies[first] for node, first in self.original.items() if node in copies},
+        )
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -200,9 +209,10 @@ class Phase:
 class Stage:
     """One stage's phases, and about each name in their `values` and `results`: its fake value (`examples`), the
     storage behind it and that storage's bytes (`storages`; an expression where sizes are symbols), and the stage and
-    phase that make it (`origins`)."""
+    phase that make it (`origins`). `start` is the position along the model at which the stage begins."""
 
     index: int
+    start: int
     phases: Mapping[Kind, Phase]
     examples: Mapping[str, Tensor]
     storages: Mapping[str, tuple[str, Any]]

@@ -1,6 +1,7 @@
 """A pipeline for another graph of the same model: other shapes of the microbatch, or the forward alone for evaluation.
 
-Parameters stay where they are: the new graph is cut by the stages that hold the parameters of the first one.
+Parameters stay where they are. A graph of the same operations is cut where the first one was; one with others (random
+ops are missing in evaluation, shapes may choose a branch) by the stages that hold the first one's parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from zbfx.loss import Reduction, separate_count
 from zbfx.messages import parameter_holders
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.extract import extract
-from zbfx.passes.partition import place_like
+from zbfx.passes.partition import place_like, place_same
 from zbfx.passes.sizes import joint_with_numbers, stage_with_numbers
 from zbfx.passes.split import split
 from zbfx.plan import Action, CostTable, Kind, Schedule
@@ -178,10 +179,11 @@ def traced(
 
 
 def staged(pipe: Pipeline, raw: Joint, evaluation: bool) -> tuple[Stage, ...]:
-    """The stages of another graph of the model, cut by the parameters that the pipeline's stages hold."""
+    """The stages of another graph of the model, each with the operations and parameters of the pipeline's."""
     placement = pipe.schedule.costs.placement
     joint = canonicalize(forward_only(raw) if evaluation else raw)
-    stages = extract(split(place_like(joint, owners(pipe.stages), len(placement))))
+    placed = place_same(joint, canonicalize(pipe.joint), [stage.start for stage in pipe.stages[1:]])
+    stages = extract(split(placed or place_like(joint, owners(pipe.stages), len(placement))))
     refuse_moved_parameters(pipe.stages, stages, placement)
     return stages
 

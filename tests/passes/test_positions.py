@@ -76,3 +76,15 @@ def test_recomputed_nodes_stand_where_the_first_run_stands() -> None:
     assert [node for node in draws if node in line.original] == draws[3:]
     assert [line.original[node] for node in draws[3:]] == draws[2::-1]
     assert all(line.position[node] == line.position[line.original[node]] for node in line.original)
+
+
+def test_gradients_of_what_is_recomputed_stand_where_its_forward_stands() -> None:
+    """Also where the forward op is not repeated, like the last one of a checkpointed part: its backward needs only its
+    inputs again."""
+    joint = traced(Problem(Checkpointed(), squares, (numbers(2, 3, 4),)))
+    line = line_up(joint)
+    own = [(node, line.position[node]) for node in line.forward if node.target is aten.addmm.default]
+    for node, position in own:
+        same_op = [n for n in line.gradients if n.target is aten.mm.default and n.meta["seq_nr"] == node.meta["seq_nr"]]
+        assert [line.position[found] for found in same_op] == [position] * len(same_op)
+        assert same_op
