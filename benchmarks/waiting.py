@@ -31,7 +31,8 @@ from benchmarks.stages import CONFIGS, batch
 from benchmarks.world import World, time_limit
 from zbfx.channels import NCCL_BLOCKS, new_group
 from zbfx.clock import captured, in_turn_s
-from zbfx.measure import dummy, keeping
+from zbfx.made_up import made_up
+from zbfx.measure import keeping
 
 RECEIVES = (0, 1, 2, 0)  # the last line shows what the clock did meanwhile
 
@@ -69,7 +70,7 @@ def phases(options: argparse.Namespace, place: Place) -> tuple[dict[str, torch.c
     graphs, made = {}, []
     for kind, phase in pipe.stages[1].phases.items():
         values = [node.meta.get("val", 0) for node in phase.module.graph.find_nodes(op="placeholder")]
-        made.append([dummy(value, place.device) for value in values])
+        made.append([made_up(value, place.device) for value in values])
         graphs[str(kind)] = captured(partial(keeping, pipe.compiler(phase), made[-1]), repetitions=1)
     return graphs, made
 

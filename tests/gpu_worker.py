@@ -276,6 +276,30 @@ def missing(device: torch.device) -> None:
         step(*batch)
 
 
+def loading(device: torch.device) -> list[Tensor]:
+    """Losses where the first call of every phase waits for the whole device, as loading its kernels may."""
+    model, batch = model_and_batch(SMALL, MICROBATCHES * 2, device)
+    losses = []
+    for schedule, backend in (("zb-2p", "eager"), ("zb-v", "eager"), ("zb-2p", "cudagraph")):
+        step = compiled(model, batch, MICROBATCHES, schedule=schedule, backend=backend).bind(timeout_s=60.0)
+        for call in {id(call.phase): call for call in step.engine.runners[0].calls}.values():
+            call.run = waits_once(call.run)
+        losses += [step(*batch).cpu(), step(*batch).cpu()]
+        step.close()
+    return losses
+
+
+def waits_once(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    waits = [torch.cuda.synchronize]
+
+    def wrapper(box: list[Any]) -> Any:
+        while waits:
+            waits.pop()()
+        return run(box)
+
+    return wrapper
+
+
 def started(device: torch.device) -> dict[str, Any]:
     """Warnings of binds to models with a seed for each rank, and with one; what a step says of a model that was moved,
     and its gradients once it is back, in other memory and with other values."""
@@ -322,6 +346,7 @@ SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
     "started": started,
     "failing": failing,
     "missing": missing,
+    "loading": loading,
 }
 
 

@@ -74,6 +74,13 @@ def test_one_microbatch(tmp_path: Path) -> None:
             assert all(torch.equal(value, expected[name]) for name, value in found.items()), case
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_code_is_loaded_before_messages(tmp_path: Path, world: int) -> None:
+    first, *others = launch(world, "loading", tmp_path)
+    assert len({float(loss) for loss in first}) == 1
+    assert all(found == first for found in others)
+
+
 @two_gpus
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_hundred_steps(tmp_path: Path, backend: str) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import zbfx
-from zbfx.measure import dummy
+from zbfx.made_up import made_up
 from zbfx.plan import Kind
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_dummies_have_the_layout_of_the_example(example: torch.Tensor) -> None:
-    made = dummy(example, CPU)
+    made = made_up(example, CPU)
     assert (made.shape, made.stride(), made.dtype) == (example.shape, example.stride(), example.dtype)
     assert (made.abs() < 1).all()
 

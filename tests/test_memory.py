@@ -26,7 +26,8 @@ from tests.reference import beside, compiled, rescheduled
 from zbfx.boxed import Compiler
 from zbfx.codegen import generate
 from zbfx.graphs import CallBytes
-from zbfx.measure import dummy, with_call_bytes
+from zbfx.made_up import made_up
+from zbfx.measure import with_call_bytes
 from zbfx.plan import Kind
 from zbfx.walk import Moment
 
@@ -64,7 +65,7 @@ def test_compiled_phases_let_go_of_their_arguments() -> None:
     compiler = Compiler("inductor")
     for kind, phase in pipe.stages[0].phases.items():
         inputs = phase.module.graph.find_nodes(op="placeholder")
-        args = [dummy(node.meta["val"], torch.device("cpu")) for node in inputs]
+        args = [made_up(node.meta["val"], torch.device("cpu")) for node in inputs]
         expected = phase.module(*copy.deepcopy(args))
         state, died = {"running": True}, list[bool]()
         for value in args[len(phase.ports) : len(phase.ports) + len(phase.values)]:
@@ -83,7 +84,7 @@ def test_compiled_phases_let_go_of_their_arguments() -> None:
 def test_compiled_products_are_added_where_the_gradient_is() -> None:
     """Neither into a copy of it, nor copied back."""
     phase = compiled(mlp(2), 1, 2, schedule="zb-h1").stages[0].phases[Kind.W]
-    args = [dummy(n.meta["val"], torch.device("cpu")) for n in phase.module.graph.find_nodes(op="placeholder")]
+    args = [made_up(n.meta["val"], torch.device("cpu")) for n in phase.module.graph.find_nodes(op="placeholder")]
     run = Compiler("inductor")(phase)
     with torch.no_grad():
         run(list(args))

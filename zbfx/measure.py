@@ -18,9 +18,10 @@ from zbfx.boxed import Boxed
 from zbfx.clock import SHORT_WARM_S, WARM_S, call_s, most_bytes, side_by_side, sustained_s
 from zbfx.cost import Hardware, estimate, node_s
 from zbfx.errors import ZbfxError
-from zbfx.graphs import CallBytes, Joint, Phase, Stage, copy_graph
+from zbfx.graphs import CallBytes, Joint, Phase, Stage
 from zbfx.lifetimes import CUDA_GRANULE, call_effect, lifetimes, transient_bytes
 from zbfx.links import measured_edges
+from zbfx.made_up import argument_keys, made_up, made_up_arguments, probabilities, without_checks
 from zbfx.passes.nodes import is_view
 from zbfx.plan import CostTable, Kind, StageCost
 from zbfx.rng import undisturbed
@@ -72,17 +73,6 @@ def cost_table(
     raise ZbfxError(f"costs is 'estimate', 'measure' or a CostTable; found {costs!r}")
 
 
-def dummy(value: Any, device: torch.device) -> Any:
-    """A real tensor of a fake one's size, strides and dtype: small random floats, zeros otherwise (safe as indices)."""
-    if not isinstance(value, Tensor):
-        return value
-    spans = [(size - 1) * stride for size, stride in zip(value.size(), value.stride(), strict=True)]
-    memory = torch.zeros(1 + sum(spans) if value.numel() else 0, dtype=value.dtype, device=device)
-    if value.is_floating_point():
-        memory.normal_(std=0.02)
-    return memory.as_strided(value.size(), value.stride())  # entries may share memory, as in an expanded tensor
-
-
 def node_seconds(joint: Joint, hardware: Hardware, device: torch.device) -> dict[str, float]:
     """Measured seconds of every node by name, each different (op, shapes, arguments) once. Ops that cannot run on
     made-up values keep their estimate. Rank 0's numbers on every rank."""
@@ -112,7 +102,8 @@ def one_node_s(node: fx.Node, hardware: Hardware, device: torch.device) -> float
     values = {source: source.meta["val"] for source in node.all_input_nodes}
     if any(not isinstance(value, Tensor) for value in values.values()):
         return node_s(node, hardware)
-    made = {source: dummy(value, device) for source, value in values.items()}
+    positive = probabilities([node])
+    made = {source: made_up(value, device, positive=source in positive) for source, value in values.items()}
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: made[n])
     try:
         return call_s(lambda: node.target(*args, **kwargs), device)  # type: ignore[operator]
@@ -164,36 +155,17 @@ def prepared(stage: Stage, conditions: Conditions) -> Prepared:
     """Compiles the stage's phases. What several of them read, they read from the same memory."""
     device = conditions.device
     made: dict[Any, Any] = {}
-
-    def value_of(key: Any, node: fx.Node) -> Any:
-        if key not in made:
-            made[key] = dummy(node.meta["val"], device) if "val" in node.meta else 0
-        return made[key]
-
     calls: dict[Kind, Callable[[], Any]] = {}
     for kind, phase in stage.phases.items():
         if not phase.is_empty:
-            inputs = phase.module.graph.find_nodes(op="placeholder")
-            args = [value_of(key, node) for key, node in zip(argument_keys(phase), inputs, strict=True)]
+            for key, make in zip(argument_keys(phase), made_up_arguments(phase, device), strict=True):
+                if key not in made:
+                    made[key] = make()
+            args = [made[key] for key in argument_keys(phase)]
             calls[kind] = partial(keeping, conditions.compiled(without_checks(phase)), args)
     gpu = device.type == "cuda"
     held = {kind: call_bytes(stage.phases[kind], call, device) for kind, call in calls.items() if gpu}
     return Prepared(stage, calls, held)
-
-
-def without_checks(phase: Phase) -> Phase:
-    """The phase without checks of values, which the made-up ones would not pass."""
-    graph = copy_graph(phase.module.graph)
-    for node in graph.nodes:
-        if node.op == "call_function" and not node.users and node.meta.get("val", node) is None:
-            graph.erase_node(node)
-    return replace(phase, module=fx.GraphModule(phase.module, graph, phase.name))
-
-
-def argument_keys(phase: Phase) -> list[Any]:
-    """What tells the arguments of a stage's phases apart: equal in two phases that get the same tensor."""
-    gradients = [("gradient", name) for name in phase.gradients]
-    return [*phase.ports, *phase.values, *gradients, *(["seed"] if phase.is_random else [])]
 
 
 @dataclass(frozen=True)

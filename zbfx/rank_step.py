@@ -15,6 +15,7 @@ from zbfx.codegen import Program
 from zbfx.comm import GroupTransport, Transport
 from zbfx.engine import Engine, message_pairs, rank_engine
 from zbfx.errors import InputError, PipelineFault, ZbfxError
+from zbfx.loading import load
 from zbfx.plan import Schedule
 from zbfx.run import Tensors
 from zbfx.step import CLOSED, Batch, Step, StepOptions
@@ -221,6 +222,8 @@ class RankStep(Step):
 
     def execute(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         engine.runners[0].start(engine.loss_gradient)
+        if engine.runs == 0 and engine.pipe.device.type == "cuda":
+            load(engine.runners[0].calls, engine.pipe.device)
         return self.run_program(engine, rows)
 
     def run_program(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
