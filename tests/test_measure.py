@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import zbfx
-from zbfx.made_up import made_up
+from zbfx.made_up import arguments_of, made_up, probabilities
 from zbfx.plan import Kind
 
 CPU = torch.device("cpu")
+aten = torch.ops.aten
 
 
 @pytest.mark.parametrize(
@@ -47,3 +48,19 @@ def test_measuring_leaves_the_random_state_as_it_was() -> None:
     )
     assert torch.equal(torch.get_rng_state(), before)
     assert all(stage.seconds(kind) > 0 for stage in pipe.schedule.costs.stages for kind in (Kind.F, Kind.B, Kind.W))
+
+
+def test_probabilities_are_made_up_in_their_domain() -> None:
+    """What is no probability would stop a GPU for good."""
+    graph = fx.Graph()
+    x, target = graph.placeholder("x"), graph.placeholder("target")
+    view = graph.call_function(aten.view.default, (x, [6]))
+    loss = graph.call_function(aten.binary_cross_entropy.default, (view, target))
+    graph.output(loss)
+    for node in (x, target):
+        node.meta["val"] = torch.empty(2, 3) if node is x else torch.empty(6)
+    assert probabilities(graph.nodes) == {x, target, view}
+    assert probabilities([view]) == set()
+    makers = arguments_of(graph, CPU)
+    assert all((make() >= 0).all() for make in makers)
+    assert fx.GraphModule(nn.Module(), graph)(*[make() for make in makers]) > 0

@@ -15,7 +15,7 @@ import torch
 from zbfx.boxed import boxed
 from zbfx.calls import PhaseCall
 from zbfx.graphs import Role
-from zbfx.made_up import made_up_arguments, without_checks
+from zbfx.made_up import arguments_of, without_checks
 from zbfx.rng import undisturbed
 
 
@@ -44,7 +44,7 @@ def call_on_made_up(call: PhaseCall, device: torch.device) -> None:
     phase = without_checks(call.phase)
     run = call.run if phase is call.phase else boxed(phase)
     known = [*call.ports, *[None] * len(phase.values), *call.accumulators]
-    makers = made_up_arguments(phase, device)
+    makers = arguments_of(phase.module.graph, device)
     known += [None] * (len(makers) - len(known))
     pairs = zip(known, makers, strict=True)
     run([tensor if isinstance(tensor, torch.Tensor) else make() for tensor, make in pairs])

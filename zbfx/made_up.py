@@ -52,9 +52,8 @@ def probabilities(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def made_up_arguments(phase: Phase, device: torch.device) -> list[Callable[[], Any]]:
-    """What makes each argument of the phase's graph."""
-    graph = phase.module.graph
+def arguments_of(graph: fx.Graph, device: torch.device) -> list[Callable[[], Any]]:
+    """What makes each argument of a phase's graph."""
     positive = probabilities(graph.nodes)
 
     def maker(node: fx.Node) -> Callable[[], Any]:

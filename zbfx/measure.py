@@ -21,7 +21,7 @@ from zbfx.errors import ZbfxError
 from zbfx.graphs import CallBytes, Joint, Phase, Stage
 from zbfx.lifetimes import CUDA_GRANULE, call_effect, lifetimes, transient_bytes
 from zbfx.links import measured_edges
-from zbfx.made_up import argument_keys, made_up, made_up_arguments, probabilities, without_checks
+from zbfx.made_up import argument_keys, arguments_of, made_up, probabilities, without_checks
 from zbfx.passes.nodes import is_view
 from zbfx.plan import CostTable, Kind, StageCost
 from zbfx.rng import undisturbed
@@ -158,7 +158,7 @@ def prepared(stage: Stage, conditions: Conditions) -> Prepared:
     calls: dict[Kind, Callable[[], Any]] = {}
     for kind, phase in stage.phases.items():
         if not phase.is_empty:
-            for key, make in zip(argument_keys(phase), made_up_arguments(phase, device), strict=True):
+            for key, make in zip(argument_keys(phase), arguments_of(phase.module.graph, device), strict=True):
                 if key not in made:
                     made[key] = make()
             args = [made[key] for key in argument_keys(phase)]
