@@ -254,13 +254,16 @@ class RandomModel(nn.Module):
         for layer in recipe.frozen:
             self.layers[layer].requires_grad_(False)
         self.embedding.requires_grad_(not recipe.frozen_embedding)
+        self.uncertainty = nn.Parameter(torch.tensor(0.3, dtype=DOUBLE))
 
     def forward(self, x: Tensor, ids: Tensor, *, mask: Tensor, scale: Tensor, target: Tensor | None = None) -> Any:
         values, inputs = [x], Inputs(ids, mask, scale)
         for step in self.steps:
             values.append(step(self, values, inputs))
         outputs = {"values": [values[k] for k in self.recipe.outputs], "side": self.side_loss(values), "none": None}
-        return {"loss": loss_of(outputs, target)} if target is not None else outputs
+        if target is None:
+            return outputs
+        return {"loss": loss_of(outputs, target) * torch.exp(-self.uncertainty) + self.uncertainty}
 
     def side_loss(self, values: list[Tensor]) -> Tensor | float:
         return sum((values[k].square().mean() for k in self.recipe.side), 0.0)

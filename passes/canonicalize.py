@@ -125,15 +125,17 @@ def write_what_is_copied(joint: Joint) -> None:
 
 def clone_passed_inputs(graph: fx.Graph) -> None:
     output = graph.output_node()
-    values = []
-    for value in output.args[0]:  # type: ignore[union-attr]
-        if value.op == "placeholder" or value.target in OVERSIZED:  # type: ignore[union-attr, operator]
-            with graph.inserting_before(output):
-                clone = graph.call_function(aten.clone.default, (value,))
-            clone.meta = dict(value.meta)  # type: ignore[union-attr]
-            value = clone
-        values.append(value)
-    output.args = (tuple(values),)
+    output.args = (tuple(computed(value, graph) for value in output.args[0]),)  # type: ignore[arg-type, union-attr]
+
+
+def computed(value: fx.Node, graph: fx.Graph) -> fx.Node:
+    """The output, or a clone of one that nothing computes or that keeps too much."""
+    if value.op != "placeholder" and value.target not in OVERSIZED:
+        return value
+    with graph.inserting_before(graph.output_node()):
+        clone = graph.call_function(aten.clone.default, (value,))
+    clone.meta = dict(value.meta)
+    return clone
 
 
 def clone_written_buffers(joint: Joint) -> None:
@@ -169,7 +171,7 @@ def separate_contributions(joint: Joint) -> Joint:
     ports: list[Port] = []
     for value, port in zip(joint.output_values, joint.outputs, strict=True):
         terms = contributions(value, joint.graph) if port.role is Role.GRADIENT else [value]
-        values += terms
+        values += [computed(term, joint.graph) for term in terms]  # the gradient of the loss itself may be a term
         ports += [port] * len(terms)
     joint.graph.output_node().args = (tuple(values),)
     return replace(joint, outputs=tuple(ports))

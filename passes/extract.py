@@ -143,6 +143,7 @@ def build(split: Split, key: Key, content: Content, results: set[fx.Node]) -> Ph
     for node in content.values:
         copies[node] = placeholder(graph, node.name)
         copies[node].meta = dict(node.meta)
+    assert {value for value, _ in content.outputs} <= set(content.nodes), "outputs are computed"
     gradients = [(value, port.name) for value, port in content.outputs if port.role is Role.GRADIENT]
     accumulators: dict[str, fx.Node] = {}
     for value, name in gradients:

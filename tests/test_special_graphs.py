@@ -380,3 +380,32 @@ def test_side_loss_of_a_middle_stage() -> None:
         return squares(output[0]) + 0.1 * output[1]
 
     check(Problem(SideLoss(), loss_fn, (numbers(6, WIDTH),)), 3)
+
+
+WEIGHTED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "weighed by uncertainty": lambda loss, p, q: loss * torch.exp(-p) + p,
+    "a term twice": lambda loss, p, q: loss + (p + p),
+    "a factor and a term": lambda loss, p, q: loss * p + p,
+    "a term and its multiple": lambda loss, p, q: loss + p - 3 * p,
+    "a term": lambda loss, p, q: loss + p,
+    "a term of what the first stage uses": lambda loss, p, q: loss + q,
+    "a term, twice, and a factor": lambda loss, p, q: loss + q + q + p * q,
+}
+
+
+class Weighted(Body):
+    """A model with scalar parameters whose gradient is, in part, that of the loss itself."""
+
+    def __init__(self, weigh: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__(lambda self, x: torch.tanh(x * self.q @ self.a) @ self.b @ self.c)
+        self.p, self.q = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(0.5))
+        self.weigh = weigh
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weigh(self.body(self, x).square().mean(), self.p, self.q)
+
+
+@pytest.mark.parametrize("weigh", WEIGHTED.values(), ids=WEIGHTED)
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_loss_with_a_parameter_as_a_term(weigh: Callable[[Tensor, Tensor, Tensor], Tensor], stages: int) -> None:
+    check(Problem(Weighted(weigh), None, (numbers(6, WIDTH),)), stages)
