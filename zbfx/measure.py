@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from zbfx.boxed import Boxed
-from zbfx.clock import SHORT_WARM_S, WARM_S, call_s, most_bytes, side_by_side, sustained_s
+from zbfx.clock import WARM_S, call_s, most_bytes, side_by_side, sustained_s
 from zbfx.cost import Hardware, estimate, node_s
 from zbfx.errors import ZbfxError
 from zbfx.graphs import CallBytes, Joint, Phase, Stage
@@ -28,6 +28,8 @@ from zbfx.rng import undisturbed
 from zbfx.together import exchange, from_rank
 
 BESIDE = "W beside B"
+
+Key = tuple[int, str]  # a stage, and what of it is timed
 
 
 def node_timer(
@@ -121,11 +123,7 @@ def measured_costs(
     # With several replicas the first `ranks` processes measure for all; the others put the same load on the machine.
     distributed = dist.is_initialized() and dist.get_world_size() % ranks == 0
     own = [s for s in stages if not distributed or placement[s.index] == dist.get_rank() % ranks]
-    ready = [prepared(stage, conditions) for stage in own]  # before the first is timed: a device that waits cools down
-    found: dict[int, Measured] = {}
-    for one in ready:
-        warm_s = SHORT_WARM_S if found else conditions.warm_s
-        found[one.stage.index] = measured_stage(one, table.stages[one.stage.index], conditions, warm_s)
+    found = measured_stages([prepared(stage, conditions) for stage in own], table, conditions)
     edges = table.edges
     if distributed:
         everywhere = exchange("compile (costs of stages)", found)
@@ -177,17 +175,43 @@ class Measured:
 
 
 @torch.no_grad()
-def measured_stage(one: Prepared, estimated: StageCost, conditions: Conditions, warm_s: float) -> Measured:
-    """The stage's phases, timed in turn as a step runs them, once the device has the clock it keeps under load."""
-    seconds = sustained_s({str(kind): call for kind, call in one.calls.items()}, conditions.device, warm_s)
-    cost = replace(
-        estimated,
-        forward_s=seconds.get(Kind.F, 0.0),
-        backward_input_s=seconds.get(Kind.B, 0.0),
-        backward_weight_s=seconds.get(Kind.W, 0.0),
-        beside_s=measured_beside_s(one.calls, seconds, conditions) if conditions.overlap else None,
-    )
-    return Measured(cost, one.call_bytes)
+def measured_stages(ready: Sequence[Prepared], estimated: CostTable, conditions: Conditions) -> dict[int, Measured]:
+    """A rank's stages: all of their phases timed in turn, as a step runs them, once the device has the clock that it
+    keeps under load."""
+    alone = {(one.stage.index, str(kind)): call for one in ready for kind, call in one.calls.items()}
+    forward = {key: call for key, call in alone.items() if key[1] == Kind.F}
+    pairs = {(one.stage.index, BESIDE): pair for one in ready if (pair := beside(one, conditions))}
+    rounds = [alone, {**forward, **pairs}] if pairs else [alone]
+    seconds, *mixed = sustained_s(rounds, conditions.device, conditions.warm_s)
+    found = {}
+    for one in ready:
+        index = one.stage.index
+        cost = replace(
+            estimated.stages[index],
+            forward_s=seconds.get((index, Kind.F), 0.0),
+            backward_input_s=seconds.get((index, Kind.B), 0.0),
+            backward_weight_s=seconds.get((index, Kind.W), 0.0),
+            beside_s=beside_s(index, seconds, mixed[0]) if (index, BESIDE) in pairs else None,
+        )
+        found[index] = Measured(cost, one.call_bytes)
+    return found
+
+
+def beside(one: Prepared, conditions: Conditions) -> Callable[[], Any] | None:
+    """A call of the stage's B with its W beside it, where steps run such pairs."""
+    if not conditions.overlap or conditions.device.type != "cuda" or not {Kind.B, Kind.W} <= set(one.calls):
+        return None
+    return partial(side_by_side, one.calls[Kind.W], one.calls[Kind.B], conditions.device)
+
+
+def beside_s(stage: int, alone: Mapping[Key, float], mixed: Mapping[Key, float]) -> float:
+    """Seconds of B with W beside it, as much as a step of such pairs and of Fs takes beyond the Fs.
+
+    Timed apart from B and W in turn: a device that does more at once draws more power, and lowers its clock for it.
+    What that takes from the Fs is the pairs' doing.
+    """
+    forward = (stage, str(Kind.F))
+    return mixed[stage, BESIDE] + mixed.get(forward, 0.0) - alone.get(forward, 0.0)
 
 
 def keeping(run: Boxed, args: Sequence[Any]) -> Any:
@@ -201,20 +225,3 @@ def call_bytes(phase: Phase, call: Callable[[], Any], device: torch.device) -> C
     expected = call_effect(lifetimes(phase, CUDA_GRANULE), every, (), dict.fromkeys(every, 0)).peak
     most = most_bytes(call, device)
     return CallBytes(max(0, most - expected), most)
-
-
-def measured_beside_s(
-    calls: Mapping[Kind, Callable[[], Any]], seconds: Mapping[str, float], conditions: Conditions
-) -> float | None:
-    """Seconds of B with W beside it, as much as a step of such pairs and of Fs takes beyond the Fs.
-
-    Timed apart from B and W in turn: a device that does more at once draws more power, and lowers its clock for it.
-    What that takes from the Fs is the pairs' doing.
-    """
-    device = conditions.device
-    if device.type != "cuda" or not {Kind.B, Kind.W} <= set(calls):
-        return None
-    pair = partial(side_by_side, calls[Kind.W], calls[Kind.B], device)
-    forward = {str(Kind.F): calls[Kind.F]} if Kind.F in calls else {}
-    mixed = sustained_s({**forward, BESIDE: pair}, device, SHORT_WARM_S)
-    return sum(mixed.values()) - (seconds[Kind.F] if forward else 0.0)
