@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import zbfx
-from tests.live_bytes import measured_peaks
+from tests.live_bytes import LiveBytes, measured_peaks
 from tests.models import (
     Maker,
     bert,
@@ -23,10 +25,11 @@ from tests.models import (
     vit,
 )
 from tests.reference import beside, compiled, rescheduled
-from zbfx.boxed import Compiler
+from zbfx import measure
+from zbfx.boxed import Compiler, boxed
 from zbfx.codegen import generate
 from zbfx.graphs import CallBytes
-from zbfx.made_up import made_up
+from zbfx.made_up import arguments_of, made_up
 from zbfx.measure import with_call_bytes
 from zbfx.plan import Kind
 from zbfx.walk import Moment
@@ -125,6 +128,42 @@ def test_calls_hold_no_more_than_they_were_measured_to() -> None:
             assert more.peak_bytes == little.peak_bytes + 800 < whole.peak_bytes
         else:
             assert little == whole
+
+
+def counted_most(run: Callable[[Any], Any], make: Callable[[], Any], _: torch.device) -> int:
+    counter = LiveBytes()
+    with counter:
+        argument = make()
+    before = counter.peak = counter.live
+    with counter:
+        run(argument)
+    return counter.peak - before
+
+
+@pytest.mark.parametrize("make", [gpt, gpt2, bert, unet_batch_norm, mlp])
+def test_calls_are_measured_as_a_step_makes_them(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A phase that runs as traced holds what its graph says, whether its arguments live on or die inside."""
+    monkeypatch.setattr(measure, "most_bytes", counted_most)
+    monkeypatch.setattr(measure, "CUDA_GRANULE", 1)
+    pipe = compiled(make(2), 2, 2, schedule="zb-h1")
+    device = torch.device("cpu")
+    seen = 0
+    with torch.no_grad():
+        for stage in pipe.stages:
+            for kind, phase in stage.phases.items():
+                if not phase.is_empty:
+                    args = [argument() for argument in arguments_of(phase.module.graph, device)]
+                    found = measure.call_bytes(stage, kind, boxed(phase), args, device)
+                    assert found.hidden == 0, (stage.index, kind)
+                    assert found.usual == found.expected, (stage.index, kind)
+                    seen += found.usual < found.most
+    assert seen  # some call gives memory back before it takes its most
+
+
+def test_calls_as_in_a_step_hold_what_they_were_measured_to() -> None:
+    phase = compiled(mlp(2), 1, 2, schedule="zb-h1").stages[0].phases[Kind.B]
+    phase = replace(phase, measured=CallBytes(hidden=10, most=500, expected=300, usual=250))
+    assert [phase.most_bytes(peak) for peak in (200, 300, 495)] == [210, 250, 500]
 
 
 def test_values_of_a_w_beside_a_b_are_held_until_it_is_joined() -> None:

@@ -21,6 +21,7 @@ COUNTED_S = 0.75  # under load, after that
 
 Call = Callable[[], Any]
 Key = TypeVar("Key", bound=Hashable)
+Argument = TypeVar("Argument")
 
 
 def call_s(call: Call, device: torch.device) -> float:
@@ -119,13 +120,17 @@ def side_by_side(one: Call, other: Call, device: torch.device) -> Any:
     return first, second
 
 
-def most_bytes(call: Call, device: torch.device) -> int:
-    """The most that a call holds on a GPU beside what was held before it, by PyTorch's allocator; its statistics of the
-    peak start anew."""
-    call()  # what is set up once is no part of it
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    call()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+def most_bytes(run: Callable[[Argument], Any], make: Callable[[], Argument], device: torch.device) -> int:
+    """The most that `run` holds on a GPU beside what was held before it, its argument included, by PyTorch's allocator;
+    its statistics of the peak start anew."""
+    most = 0
+    for _ in range(2):  # what the first call sets up is no part of it
+        argument = make()
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        result = run(argument)
+        torch.cuda.synchronize(device)
+        most = torch.cuda.max_memory_allocated(device) - before
+        del argument, result
+    return most

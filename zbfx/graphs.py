@@ -144,11 +144,17 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class CallBytes:
-    """What a call of a phase was measured to hold at its worst: `hidden` beside the values of its graph (workspaces of
-    kernels, what a compiler keeps longer), and `most` in all, above what was held before it."""
+    """What a call of a phase was measured to hold at its worst, above what was held before it.
+
+    Where its arguments live on: `hidden` beside the values of its graph (workspaces of kernels, what a compiler keeps
+    longer), and `most` in all. Where it owns what no later phase reads, as in a step: `usual`, for which the graph says
+    `expected`.
+    """
 
     hidden: int
     most: int
+    expected: int | None = None
+    usual: int = 0
 
 
 @dataclass(frozen=True)
@@ -186,7 +192,11 @@ class Phase:
     def most_bytes(self, peak: int) -> int:
         """What a call holds at its worst above what was held before it, where the values of its graph take `peak`. A
         compiler may make less of them."""
-        return peak if self.measured is None else min(peak + self.measured.hidden, self.measured.most)
+        if self.measured is None:
+            return peak
+        if peak == self.measured.expected:
+            return self.measured.usual
+        return min(peak + self.measured.hidden, self.measured.most)
 
     def port_names(self, role: Role) -> tuple[str, ...]:
         return tuple(port.name for port in self.ports if port.role is role)

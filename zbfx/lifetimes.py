@@ -205,21 +205,42 @@ def call_effect(
     return Effect(peak, where, made, held)
 
 
+def kept_storages(stage: Stage, kind: Kind) -> set[str]:
+    """The storages that phases of the stage read after this one."""
+    later = {Kind.F: (Kind.B, Kind.W), Kind.B: (Kind.W,), Kind.W: ()}[kind]
+    return {stage.storages[name][0] for after in later for name in stage.phases[after].values}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The storages behind the values that a phase reads: `groups` and `sizes` as of `call_effect`, and those of them
+    that no later phase of the stage reads, so that a step leaves them to the call."""
+
+    groups: tuple[Slot, ...]
+    sizes: Mapping[Slot, int]
+    owned: frozenset[Slot]
+
+
+def reading(stage: Stage, kind: Kind, granule: int = 1) -> Reading:
+    """What a phase reads, where F, B and W of a microbatch run one after the other."""
+    kept = kept_storages(stage, kind)
+    owners = [stage.storages[name] for name in stage.phases[kind].values]
+    first: dict[str, Slot] = {}
+    groups = tuple(first.setdefault(owner, slot) for slot, (owner, _) in enumerate(owners))
+    sizes = {slot: rounded(owners[slot][1], granule) for slot in first.values()}
+    return Reading(groups, sizes, frozenset(slot for owner, slot in first.items() if owner not in kept))
+
+
 def transient_bytes(stage: Stage) -> int:
     """The most that one action of a stage, a fused backward among them, needs beside M_B of its microbatch, and its
     messages. Conservative: as if every message were on its way meanwhile."""
-    later = {Kind.F: (Kind.B, Kind.W), Kind.B: (Kind.W,), Kind.W: ()}
     live: set[str] = set()
     excess = [0]
     for kind, phase in stage.phases.items():
         live |= set(phase.values)
-        kept = {stage.storages[name][0] for after in later[kind] for name in stage.phases[after].values}
-        owners = [stage.storages[name] for name in phase.values]
-        first: dict[str, Slot] = {}
-        groups = [first.setdefault(owner, slot) for slot, (owner, _) in enumerate(owners)]
-        owned = {slot for owner, slot in first.items() if owner not in kept}
-        sizes = {slot: owners[slot][1] for slot in first.values()}
-        effect = call_effect(lifetimes(phase), groups, owned, sizes)
+        kept = kept_storages(stage, kind)
+        read = reading(stage, kind)
+        effect = call_effect(lifetimes(phase), read.groups, read.owned, read.sizes)
         excess.append(stage.stored_bytes(live) + phase.most_bytes(effect.peak) - stage.saved_bytes)
         live |= set(phase.results)
         live = {name for name in live if stage.storages[name][0] in kept}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +62,17 @@ def arguments_of(graph: fx.Graph, device: torch.device) -> list[Callable[[], Any
         return lambda: made_up(node.meta["val"], device, positive=node in positive)
 
     return [maker(node) for node in graph.find_nodes(op="placeholder")]
+
+
+def made_up_storage(values: Sequence[Tensor], size: int, device: torch.device) -> list[Tensor]:
+    """Tensors like these fake ones in one storage of so many bytes, as theirs have; zeros."""
+    memory = torch.zeros(size, dtype=torch.uint8, device=device)
+
+    def like(value: Tensor) -> Tensor:
+        entries = memory[: size // value.element_size() * value.element_size()].view(value.dtype)
+        return entries.as_strided(value.size(), value.stride(), value.storage_offset())
+
+    return [like(value) for value in values]
 
 
 def argument_keys(phase: Phase) -> list[Any]:

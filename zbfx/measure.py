@@ -19,9 +19,9 @@ from zbfx.clock import WARM_S, call_s, most_bytes, side_by_side, sustained_s
 from zbfx.cost import Hardware, estimate, node_s
 from zbfx.errors import ZbfxError
 from zbfx.graphs import CallBytes, Joint, Phase, Stage
-from zbfx.lifetimes import CUDA_GRANULE, call_effect, lifetimes, transient_bytes
+from zbfx.lifetimes import CUDA_GRANULE, Reading, call_effect, lifetimes, reading, transient_bytes
 from zbfx.links import measured_edges
-from zbfx.made_up import argument_keys, arguments_of, made_up, probabilities, without_checks
+from zbfx.made_up import argument_keys, arguments_of, made_up, made_up_storage, probabilities, without_checks
 from zbfx.passes.nodes import is_view
 from zbfx.plan import CostTable, Kind, StageCost
 from zbfx.rng import undisturbed
@@ -154,15 +154,17 @@ def prepared(stage: Stage, conditions: Conditions) -> Prepared:
     device = conditions.device
     made: dict[Any, Any] = {}
     calls: dict[Kind, Callable[[], Any]] = {}
+    held: dict[Kind, CallBytes] = {}
     for kind, phase in stage.phases.items():
         if not phase.is_empty:
             for key, make in zip(argument_keys(phase), arguments_of(phase.module.graph, device), strict=True):
                 if key not in made:
                     made[key] = make()
             args = [made[key] for key in argument_keys(phase)]
-            calls[kind] = partial(keeping, conditions.compiled(without_checks(phase)), args)
-    gpu = device.type == "cuda"
-    held = {kind: call_bytes(stage.phases[kind], call, device) for kind, call in calls.items() if gpu}
+            run = conditions.compiled(without_checks(phase))
+            calls[kind] = partial(keeping, run, args)
+            if device.type == "cuda":
+                held[kind] = call_bytes(stage, kind, run, args, device)
     return Prepared(stage, calls, held)
 
 
@@ -219,9 +221,24 @@ def keeping(run: Boxed, args: Sequence[Any]) -> Any:
     return run(list(args))
 
 
-def call_bytes(phase: Phase, call: Callable[[], Any], device: torch.device) -> CallBytes:
-    """What a call of the phase, whose arguments live on, holds on a GPU."""
-    every = range(len(phase.values))
-    expected = call_effect(lifetimes(phase, CUDA_GRANULE), every, (), dict.fromkeys(every, 0)).peak
-    most = most_bytes(call, device)
-    return CallBytes(max(0, most - expected), most)
+def call_bytes(stage: Stage, kind: Kind, run: Boxed, args: Sequence[Any], device: torch.device) -> CallBytes:
+    """What a call of the phase holds on a GPU: one whose arguments live on, and one as a step makes it."""
+    inside = lifetimes(stage.phases[kind], CUDA_GRANULE)
+    every = range(len(stage.phases[kind].values))
+    alive = call_effect(inside, every, (), dict.fromkeys(every, 0)).peak
+    most = most_bytes(run, lambda: list(args), device)
+    read = reading(stage, kind, CUDA_GRANULE)
+    expected = call_effect(inside, read.groups, read.owned, read.sizes).peak
+    usual = most_bytes(run, lambda: leaving(stage, kind, read, args, device), device)
+    return CallBytes(max(0, most - alive), most, expected, usual)
+
+
+def leaving(stage: Stage, kind: Kind, read: Reading, args: Sequence[Any], device: torch.device) -> list[Any]:
+    """These arguments, with storages that nothing else holds for the values that the call owns."""
+    phase, box = stage.phases[kind], list(args)
+    for slot in read.owned:
+        members = [k for k, group in enumerate(read.groups) if group == slot]
+        fakes = [stage.examples[phase.values[k]] for k in members]
+        for k, value in zip(members, made_up_storage(fakes, read.sizes[slot], device), strict=True):
+            box[len(phase.ports) + k] = value
+    return box
