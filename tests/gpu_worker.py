@@ -67,6 +67,7 @@ def gradients(step: Any, *batch: Tensor) -> dict[str, Tensor]:
         for parameter in step.parameters():
             parameter.grad = None
         loss = step(*batch)
+    assert step.count == 3
     step.close()
     return {"loss": loss.cpu(), **{name: p.grad.cpu() for name, p in step.named_parameters()}}
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models import Problem, numbers, squares
 from tests.reference import assert_same, compiled, stepped
-from zbfx import TraceError, rng
+from zbfx import TraceError, ZbfxError, rng
 from zbfx.graphs import Role
 from zbfx.plan import Kind
 
@@ -141,6 +141,45 @@ def test_masks_go_on_where_training_resumes() -> None:
     resumed.count = 2
     assert [resumed(*given.inputs) for _ in range(2)] == expected[2:]
     assert expected[0] != expected[2]
+
+
+class DropsAlways(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropouts = Dropouts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.dropouts(x), 0.5)  # in eval mode too
+
+
+def test_evaluations_leave_training_alone() -> None:
+    given = Problem(DropsAlways(), squares, (numbers(4, WIDTH),))
+    pipe = compiled(given, 2, 2)
+    alone, step = pipe.run_local(seed=7), pipe.run_local(seed=7)
+    expected = [alone(*given.inputs) for _ in range(3)]
+    found, evaluated = [], [step.evaluate(*given.inputs)]
+    for _ in range(3):
+        found.append(step(*given.inputs))
+        losses, verdict, random = step.losses, step.verdict, torch.get_rng_state()
+        gradients = [p.grad for p in step.parameters()]
+        evaluated += [step.evaluate(*given.inputs), step.evaluate(*given.inputs)]
+        assert step.losses is losses
+        assert step.verdict is verdict
+        assert torch.equal(torch.get_rng_state(), random)
+        assert all(p.grad is grad for p, grad in zip(step.parameters(), gradients, strict=True))
+    assert found == expected
+    assert step.count == alone.count == 3
+    assert step.engine.runs == alone.engine.runs
+    assert evaluated[1::2] == evaluated[2::2]  # of one step, the same each time
+    assert len({float(loss) for loss in evaluated}) == 4
+
+
+@pytest.mark.parametrize("value", ["a", 2.5, -1, True, None])
+def test_count_is_a_number_of_steps(value: Any) -> None:
+    step = compiled(problem(1), 1, 1).run_local()
+    with pytest.raises(ZbfxError, match=f"count is the number of training steps so far, an integer >= 0; .* {value!r}"):
+        step.count = value
+    assert step.count == 0
 
 
 def test_seed_follows_torch() -> None:

@@ -172,8 +172,11 @@ def three_ranks(rank: int) -> dict[str, Any]:
     results["other values"] = other_values(rank)
     dropout = replace(mlp(3), model=with_dropout())
     pipe = compiled(dropout, 3, 3)
-    results["seeded"] = pipe.bind()(*dropout.inputs, *dropout.targets).item()
-    results["seeded local"] = pipe.run_local(seed=0)(*dropout.inputs, *dropout.targets).item()
+    step, batch = pipe.bind(), (*dropout.inputs, *dropout.targets)
+    first, _, second = step(*batch).item(), step.evaluate(*batch), step(*batch).item()
+    results["seeded"] = [first, second, step.count]
+    step = pipe.run_local(seed=0)
+    results["seeded local"] = [step(*batch).item(), step(*batch).item(), 2]
     results["shapes"] = shapes(problem=mlp(3), step=compiled(mlp(3), 3, 3).bind(on_new_shape="symbolic"))
     results["killed"] = killed(rank)
     results["compile after"] = refusal(lambda: compiled(mlp(3), 3, 3))

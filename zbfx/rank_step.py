@@ -157,7 +157,6 @@ class RankStep(Step):
             return loss
 
         loss = self.guarded(work, engine)
-        self.count += 1
         engine.runs += 1
         return loss
 

@@ -71,9 +71,21 @@ class Step(ABC):
         self.watch = Watch(pipe.guard, pipe.model, pipe.loss_fn, pipe.device, parameters, pipe.joint.replaced)
         self.verdict: str | None = None
         self.losses: tuple[Tensor, ...] = ()  # of the last step's microbatches, on the rank that computes them
-        self.count = 0  # of steps; random numbers depend on it
+        self.count = 0
         self.optimizer: PostValidated | None = None
         self.fault: str | None = None  # why no further step can run
+
+    @property
+    def count(self) -> int:
+        """The number of training steps so far, on which random numbers depend; evaluations are none. Set it to go on
+        from a checkpoint."""
+        return self._count
+
+    @count.setter
+    def count(self, value: int) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ZbfxError(f"count is the number of training steps so far, an integer >= 0; found {value!r}")
+        self._count = value
 
     @property
     def microbatches(self) -> int:
@@ -129,10 +141,12 @@ class Step(ABC):
             for runner in engine.runners:
                 runner.pending = self.optimizer.pending if self.optimizer else None
                 runner.watched = self.optimizer.seen.get(runner.rank) if self.optimizer else None
-            if self.options.on_nonfinite == "keep":
-                return self.run(engine, rows)
-            before = snapshot(engine.parameters)
+            checked = self.options.on_nonfinite != "keep"
+            before = snapshot(engine.parameters) if checked else {}
             loss = self.run(engine, rows)
+            self.count += 1
+            if not checked:
+                return loss
             self.verdict = settle(self.problems(engine), before, engine.parameters)
             if self.verdict is not None and self.options.on_nonfinite == "raise":
                 raise NonFiniteStep(self.verdict)
@@ -140,14 +154,18 @@ class Step(ABC):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of a batch in eval mode: no gradients, no activations kept. The batch has any whole number of
-        microbatches."""
+        microbatches. Nothing of training moves on: what an evaluation draws at random, it draws for the next step's
+        `count`, again each time."""
         self.refuse_ended()
         if self.optimizer is not None:
             self.optimizer.settle()
         self.begin("evaluate", batch=True)
         engine, rows = self.admit(partial(self.evaluation_batch, args, kwargs))
+        trained = self.losses
         with torch.no_grad(), torch.autocast(engine.pipe.device.type, enabled=False):
-            return self.run(engine, rows)
+            loss = self.run(engine, rows)
+        self.losses = trained
+        return loss
 
     def evaluation_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         self.check_model(evaluation=True)
@@ -324,7 +342,6 @@ class LocalStep(Step):
         self.losses = self.guarded(lambda: engine.run(rows, self.seed_of_step(), self.count))
         for runner in engine.runners:
             runner.finish_gradients()
-        self.count += 1
         return engine.batch_loss
 
     def guarded(self, work: Callable[[], T], engine: Engine | None = None) -> T:
