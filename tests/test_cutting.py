@@ -14,7 +14,7 @@ import zbfx
 from tests.models import mlp
 from tests.reference import placed
 from zbfx import cutting
-from zbfx.cost import Hardware, estimate
+from zbfx.cost import Costed, Hardware, estimate
 from zbfx.cutting import corrected, heaviest_s, stage_s
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Stage
@@ -56,7 +56,7 @@ def test_a_slower_rank_gets_fewer_layers(monkeypatch: pytest.MonkeyPatch, slower
 
     def measured(
         costs: Any, stages: tuple[Stage, ...], placement: Sequence[int], hardware: Hardware, conditions: Any
-    ) -> tuple[tuple[Stage, ...], CostTable]:
+    ) -> Costed:
         found = estimate(stages, placement, hardware)
         layers = [len(stage.phases[zbfx.plan.Kind.F].parameters) / 2 for stage in stages]
         speeds = [slower, 1.0]
@@ -64,7 +64,7 @@ def test_a_slower_rank_gets_fewer_layers(monkeypatch: pytest.MonkeyPatch, slower
             replace(cost, forward_s=2 * n * s, backward_input_s=3 * n * s, backward_weight_s=5 * n * s)
             for cost, n, s in zip(found.stages, layers, speeds, strict=True)
         ]
-        return stages, replace(found, stages=tuple(times))
+        return Costed(stages, replace(found, stages=tuple(times)))
 
     monkeypatch.setattr(cutting, "cost_table", measured)
     monkeypatch.setattr("zbfx.measure.node_timer", lambda *_: lambda node: float(node.target is aten.addmm.default))

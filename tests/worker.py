@@ -175,8 +175,8 @@ def three_ranks(rank: int) -> dict[str, Any]:
     step, batch = pipe.bind(), (*dropout.inputs, *dropout.targets)
     first, _, second = step(*batch).item(), step.evaluate(*batch), step(*batch).item()
     results["seeded"] = [first, second, step.count]
-    step = pipe.run_local(seed=0)
-    results["seeded local"] = [step(*batch).item(), step(*batch).item(), 2]
+    one = pipe.run_local(seed=0)
+    results["seeded local"] = [one(*batch).item(), one(*batch).item(), 2]
     results["shapes"] = shapes(problem=mlp(3), step=compiled(mlp(3), 3, 3).bind(on_new_shape="symbolic"))
     results["killed"] = killed(rank)
     results["compile after"] = refusal(lambda: compiled(mlp(3), 3, 3))

@@ -8,7 +8,7 @@ sizes by substitution.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -78,6 +78,15 @@ class Formulas:
             tuple(Edge(low, high, number(there), number(back)) for low, high, there, back in self.edges),
             self.placement,
         )
+
+
+@dataclass(frozen=True)
+class Costed:
+    """Stages, what they cost, and stage by stage what is to be said of how that is known."""
+
+    stages: tuple[Stage, ...]
+    costs: CostTable
+    notes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
 
 def node_s(node: fx.Node, hardware: Hardware, size: Callable[[Any], Any] = hint) -> Any:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from zbfx.clock import SHORT_WARM_S
-from zbfx.cost import Hardware
+from zbfx.cost import Costed, Hardware
 from zbfx.fit import Forms
-from zbfx.graphs import Joint, Placed, Stage
+from zbfx.graphs import Joint, Placed
 from zbfx.measure import Conditions, cost_table
 from zbfx.passes.extract import extract
 from zbfx.passes.partition import partition
@@ -45,8 +45,8 @@ class Cutting:
         forms = self.stages_of(placed, placement)
         if not self.rebalance:
             return forms
-        again = self.placed(placement, corrected(self.node_s, placed, forms.whole(self.first)[1]))
-        return min(forms, self.stages_of(again, placement), key=lambda one: heaviest_s(one.whole(self.first)[1]))
+        again = self.placed(placement, corrected(self.node_s, placed, forms.whole(self.first).costs))
+        return min(forms, self.stages_of(again, placement), key=lambda one: heaviest_s(one.whole(self.first).costs))
 
     def placed(self, placement: Sequence[int], seconds: Seconds) -> Placed:
         speed = self.hardware.link_bytes_per_s
@@ -55,7 +55,7 @@ class Cutting:
     def stages_of(self, placed: Placed, placement: Sequence[int]) -> Forms:
         divided = split(placed)
 
-        def at(level: Level) -> tuple[tuple[Stage, ...], CostTable]:
+        def at(level: Level) -> Costed:
             levels = [level] * len(placement)
             graphs = extract(recompute(divided, levels, in_flight=self.ranks, random=self.random))
             conditions = self.conditions if level == self.first else replace(self.conditions, warm_s=SHORT_WARM_S)

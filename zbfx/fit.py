@@ -17,6 +17,7 @@ from math import inf
 from typing import Any
 
 from zbfx.codegen import Program, generate
+from zbfx.cost import Costed
 from zbfx.errors import NoFeasibleSchedule, OverLimit, ZbfxError
 from zbfx.graphs import Stage
 from zbfx.memory import RankMemory, Static, timed
@@ -40,22 +41,26 @@ MemoryOf = Callable[[Sequence[Program]], tuple[RankMemory, ...]]
 
 @dataclass(frozen=True)
 class Forms:
-    """The stages of one placement at every level of recomputation, and what they cost: made when asked for."""
+    """The stages of one placement at every level of recomputation, and what they cost: made when asked for. `notes`
+    hold for all levels."""
 
-    make: Callable[[Level], tuple[tuple[Stage, ...], CostTable]]
+    make: Callable[[Level], Costed]
     notes: tuple[str, ...] = ()
-    made: dict[Level, tuple[tuple[Stage, ...], CostTable]] = field(default_factory=dict)
+    made: dict[Level, Costed] = field(default_factory=dict)
 
-    def whole(self, level: Level) -> tuple[tuple[Stage, ...], CostTable]:
+    def whole(self, level: Level) -> Costed:
         if level not in self.made:
             self.made[level] = self.make(level)
         return self.made[level]
 
     def at(self, levels: Levels) -> tuple[tuple[Stage, ...], CostTable]:
         """Every stage at its own level: recomputation stays within a stage."""
-        stages = tuple(self.whole(level)[0][index] for index, level in enumerate(levels))
-        costs = tuple(self.whole(level)[1].stages[index] for index, level in enumerate(levels))
-        return stages, replace(self.whole(levels[0])[1], stages=costs)
+        stages = tuple(self.whole(level).stages[index] for index, level in enumerate(levels))
+        costs = tuple(self.whole(level).costs.stages[index] for index, level in enumerate(levels))
+        return stages, replace(self.whole(levels[0]).costs, stages=costs)
+
+    def notes_at(self, levels: Levels) -> tuple[str, ...]:
+        return (*self.notes, *(n for index, level in enumerate(levels) for n in self.whole(level).notes.get(index, ())))
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class Fitting:
         stages, _ = forms.at(levels)
         programs = generate(stages, schedule)
         memory = self.memory_of(programs)
-        return Fitted(stages, levels, forms.notes, timed(schedule, memory), programs, memory, time_s)
+        return Fitted(stages, levels, forms.notes_at(levels), timed(schedule, memory), programs, memory, time_s)
 
     def planned(
         self, costs: CostTable, limits: Sequence[float] | None, budget_s: float = 5.0, rounds: int | None = None
@@ -180,7 +185,7 @@ def fit(
 
 def fit_activations(fitting: Fitting, forms: Forms, allowed: Sequence[Level], mem_limit: str | None) -> None:
     """No limit, or a multiple of what 1F1B's activations need without recomputation, by the planner's own count."""
-    base = forms.whole(allowed[0])[1]
+    base = forms.whole(allowed[0]).costs
     limit_per_rank(base, mem_limit)
     multiple = inf if mem_limit is None else float(mem_limit.strip().lower()[:-1])
     refusal: ZbfxError | None = None
@@ -209,7 +214,7 @@ def fit_bytes(
 ) -> None:
     """A limit on everything that a rank holds."""
     first = placements[0]()
-    base = first.whole(allowed[0])[1]
+    base = first.whole(allowed[0]).costs
     limits = [float(limit) for limit in limit_per_rank(base, mem_limit) or ()]
     shared_s = fitting.request.microbatches * sum(float(stage.work_s) for stage in base.stages) / base.rank_count
     refusals: list[ZbfxError] = []
@@ -221,7 +226,7 @@ def fit_bytes(
         except ZbfxError as error:  # the model cannot be cut into that many stages
             refusals.append(error)
             continue
-        least_s = bound_of(forms.whole(allowed[0])[1], fitting.request.microbatches)
+        least_s = bound_of(forms.whole(allowed[0]).costs, fitting.request.microbatches)
         for levels in rungs(forms, allowed):
             if fitting.beats(least_s):
                 break
@@ -257,7 +262,7 @@ def fit_stages(
 def rungs(forms: Forms, allowed: Sequence[Level]) -> list[Levels]:
     """From the least level for all stages to the highest, one stage after the other: first those that hold most in
     1F1B. Of many stages, several at a time."""
-    base = forms.whole(allowed[0])[1]
+    base = forms.whole(allowed[0]).costs
     count = len(base.stages)
 
     def most_first(stage: int) -> float:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from zbfx.graphs import Phase, copy_graph
-from zbfx.passes.nodes import is_view
+from zbfx.rng import seeded
 
 aten = torch.ops.aten
+
+REFUSALS = (RuntimeError, ValueError, IndexError)  # what ops raise for values outside of their domain
 
 # Of values outside of their domain these stop a GPU for good.
 OF_PROBABILITIES = {
@@ -24,52 +27,81 @@ OF_PROBABILITIES = {
     aten.multinomial,
     aten.poisson,
 }
+OF_PIVOTS = {aten.linalg_ldl_solve, aten.linalg_lu_solve, aten.lu_unpack}  # row numbers from 1
 
 
 def made_up(value: Any, device: torch.device, *, positive: bool = False) -> Any:
-    """A real tensor of a fake one's size, strides and dtype: small random floats, zeros otherwise (safe as indices)."""
+    """A real tensor of a fake one's size, strides and dtype: small random floats, zeros otherwise (safe as indices);
+    `positive`: floats >= 0, ones otherwise."""
     if not isinstance(value, Tensor):
         return value
     spans = [(size - 1) * stride for size, stride in zip(value.size(), value.stride(), strict=True)]
     memory = torch.zeros(1 + sum(spans) if value.numel() else 0, dtype=value.dtype, device=device)
     if value.is_floating_point():
         memory.normal_(std=0.02)
-    if positive:
-        memory.abs_()
+        if positive:
+            memory.abs_()
+    elif positive:
+        memory.fill_(1)
     return memory.as_strided(value.size(), value.stride())  # entries may share memory, as in an expanded tensor
 
 
-def probabilities(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """What any of these nodes takes for probabilities, and what those are views of."""
+def positive_inputs(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The floats that what any of these nodes takes for probabilities is made of, as far back as it goes: sums and
+    products of positive numbers are positive. Integers that are taken for pivots."""
     found: set[fx.Node] = set()
     for node in nodes:
-        if getattr(node.target, "overloadpacket", None) in OF_PROBABILITIES:
-            for source in node.all_input_nodes:
-                found.add(source)
-                while is_view(source):
-                    source = source.all_input_nodes[0]
+        op = getattr(operator_of(node), "overloadpacket", None)
+        if op in OF_PROBABILITIES or op in OF_PIVOTS:
+            wanted = is_float if op in OF_PROBABILITIES else is_integer
+            waiting = [source for source in node.all_input_nodes if wanted(source)]
+            while waiting:
+                source = waiting.pop()
+                if source not in found:
                     found.add(source)
+                    waiting += filter(wanted, source.all_input_nodes)
     return found
+
+
+def operator_of(node: fx.Node) -> Any:
+    """What a node calls; a random op through what sets its generator."""
+    return node.args[0] if node.target is seeded else node.target
+
+
+def is_float(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return not isinstance(value, Tensor) or value.is_floating_point()
+
+
+def is_integer(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex())
+
+
+def argument_of(node: fx.Node, device: torch.device, positive: set[fx.Node]) -> Any:
+    """What stands for the value of a node."""
+    if "val" not in node.meta:  # a seed
+        return 0
+    return made_up(node.meta["val"], device, positive=node in positive)
 
 
 def arguments_of(graph: fx.Graph, device: torch.device) -> list[Callable[[], Any]]:
     """What makes each argument of a phase's graph."""
-    positive = probabilities(graph.nodes)
-
-    def maker(node: fx.Node) -> Callable[[], Any]:
-        if "val" not in node.meta:  # a seed
-            return lambda: 0
-        return lambda: made_up(node.meta["val"], device, positive=node in positive)
-
-    return [maker(node) for node in graph.find_nodes(op="placeholder")]
+    positive = positive_inputs(graph.nodes)
+    return [partial(argument_of, node, device, positive) for node in graph.find_nodes(op="placeholder")]
 
 
-def made_up_storage(values: Sequence[Tensor], size: int, device: torch.device) -> list[Tensor]:
-    """Tensors like these fake ones in one storage of so many bytes, as theirs have; zeros."""
+def made_up_storage(
+    values: Sequence[Tensor], size: int, device: torch.device, *, positive: bool = False
+) -> list[Tensor]:
+    """Tensors like these fake ones in one storage of so many bytes, as theirs have: zeros; `positive`: of one dtype,
+    numbers above 0."""
     memory = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def like(value: Tensor) -> Tensor:
         entries = memory[: size // value.element_size() * value.element_size()].view(value.dtype)
+        if positive:
+            entries.fill_(0.02 if value.is_floating_point() else 1)
         return entries.as_strided(value.size(), value.stride(), value.storage_offset())
 
     return [like(value) for value in values]

@@ -15,13 +15,21 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from zbfx.boxed import Boxed
-from zbfx.clock import WARM_S, call_s, most_bytes, side_by_side, sustained_s
-from zbfx.cost import Hardware, estimate, node_s
-from zbfx.errors import ZbfxError
+from zbfx.clock import WARM_S, call_s, captured, most_bytes, side_by_side, sustained_s
+from zbfx.cost import Costed, Hardware, estimate, node_s
+from zbfx.errors import ZbfxError, first_line
 from zbfx.graphs import CallBytes, Joint, Phase, Stage
 from zbfx.lifetimes import CUDA_GRANULE, Reading, call_effect, lifetimes, reading, transient_bytes
 from zbfx.links import measured_edges
-from zbfx.made_up import argument_keys, arguments_of, made_up, made_up_storage, probabilities, without_checks
+from zbfx.made_up import (
+    REFUSALS,
+    argument_keys,
+    argument_of,
+    arguments_of,
+    made_up_storage,
+    positive_inputs,
+    without_checks,
+)
 from zbfx.passes.nodes import is_view
 from zbfx.plan import CostTable, Kind, StageCost
 from zbfx.rng import undisturbed
@@ -60,40 +68,48 @@ def cost_table(
     placement: Sequence[int],
     hardware: Hardware,
     conditions: Conditions,
-) -> tuple[tuple[Stage, ...], CostTable]:
+) -> Costed:
     """The stages, and the costs to plan from: the given table, measured ones ("measure"), which say more about the
     stages' memory too, or estimated ones ("estimate")."""
     if isinstance(costs, CostTable):
         if costs.placement != tuple(placement):
             raise ZbfxError(f"costs are for the placement {tuple(placement)}; found one for {costs.placement}")
-        return stages, costs
+        return Costed(stages, costs)
     if costs == "measure":
         with undisturbed(conditions.device):
             return measured_costs(stages, placement, hardware, conditions)
     if costs == "estimate":
-        return stages, estimate(stages, placement, hardware)
+        return Costed(stages, estimate(stages, placement, hardware))
     raise ZbfxError(f"costs is 'estimate', 'measure' or a CostTable; found {costs!r}")
 
 
 def node_seconds(joint: Joint, hardware: Hardware, device: torch.device) -> dict[str, float]:
-    """Measured seconds of every node by name, each different (op, shapes, arguments) once. Ops that cannot run on
-    made-up values keep their estimate. Rank 0's numbers on every rank."""
-    known: dict[str, float] = {}
+    """Measured seconds of every node by name. Rank 0's numbers on every rank."""
     seconds: dict[str, float] = {}
     if not dist.is_initialized() or dist.get_rank() == 0:
-        for node in joint.graph.nodes:
-            if node.op == "call_function" and not is_view(node) and "val" in node.meta:
-                key = signature(node)
-                if key not in known:
-                    known[key] = one_node_s(node, hardware, device)
-                seconds[node.name] = known[key]
+        seconds = graph_seconds(joint.graph, hardware, device)
     shared: dict[str, float] = from_rank(0, "compile (seconds of nodes)", seconds)
     return shared
 
 
+def graph_seconds(graph: fx.Graph, hardware: Hardware, device: torch.device) -> dict[str, float]:
+    """Measured seconds of a graph's nodes by name, each different (op, shapes, arguments) once. Ops that cannot run on
+    made-up values keep their estimate."""
+    known: dict[str, float] = {}
+    seconds: dict[str, float] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and not is_view(node) and "val" in node.meta:
+            key = signature(node)
+            if key not in known:
+                known[key] = one_node_s(node, hardware, device)
+            seconds[node.name] = known[key]
+    return seconds
+
+
 def signature(node: fx.Node) -> str:
     def describe(source: fx.Node) -> Any:
-        values = source.meta["val"] if isinstance(source.meta["val"], tuple | list) else [source.meta["val"]]
+        value = source.meta.get("val")  # a seed has none
+        values = value if isinstance(value, tuple | list) else [value]
         return str([(v.shape, v.stride(), v.dtype) if isinstance(v, Tensor) else v for v in values])
 
     return f"{node.target}{fx.map_arg((node.args, node.kwargs), describe)}"
@@ -101,21 +117,20 @@ def signature(node: fx.Node) -> str:
 
 @torch.no_grad()
 def one_node_s(node: fx.Node, hardware: Hardware, device: torch.device) -> float:
-    values = {source: source.meta["val"] for source in node.all_input_nodes}
-    if any(not isinstance(value, Tensor) for value in values.values()):
+    if any(isinstance(source.meta.get("val"), tuple | list) for source in node.all_input_nodes):
         return node_s(node, hardware)
-    positive = probabilities([node])
-    made = {source: made_up(value, device, positive=source in positive) for source, value in values.items()}
+    positive = positive_inputs([node])
+    made = {source: argument_of(source, device, positive) for source in node.all_input_nodes}
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: made[n])
     try:
         return call_s(lambda: node.target(*args, **kwargs), device)  # type: ignore[operator]
-    except (RuntimeError, ValueError, IndexError):
+    except REFUSALS:
         return node_s(node, hardware)
 
 
 def measured_costs(
     stages: tuple[Stage, ...], placement: Sequence[int], hardware: Hardware, conditions: Conditions
-) -> tuple[tuple[Stage, ...], CostTable]:
+) -> Costed:
     """These stages with what calls of their phases hold, and their cost table: phases timed as `compiled` runs them,
     each by the rank that will, all at once; edges timed as messages between their ranks."""
     table = estimate(stages, placement, hardware)
@@ -123,7 +138,7 @@ def measured_costs(
     # With several replicas the first `ranks` processes measure for all; the others put the same load on the machine.
     distributed = dist.is_initialized() and dist.get_world_size() % ranks == 0
     own = [s for s in stages if not distributed or placement[s.index] == dist.get_rank() % ranks]
-    found = measured_stages([prepared(stage, conditions) for stage in own], table, conditions)
+    found = measured_stages([prepared(stage, conditions) for stage in own], table, hardware, conditions)
     edges = table.edges
     if distributed:
         everywhere = exchange("compile (costs of stages)", found)
@@ -131,7 +146,8 @@ def measured_costs(
         edges = measured_edges(edges, stages, placement, conditions.device)
     known = tuple(with_call_bytes(s, found[s.index].call_bytes) for s in stages)
     costs = tuple(replace(found[s.index].cost, transient_bytes=transient_bytes(s)) for s in known)
-    return known, replace(table, stages=costs, edges=edges)
+    notes = {index: measured.notes for index, measured in found.items()}
+    return Costed(known, replace(table, stages=costs, edges=edges), notes)
 
 
 def with_call_bytes(stage: Stage, measured: Mapping[Kind, CallBytes]) -> Stage:
@@ -141,11 +157,13 @@ def with_call_bytes(stage: Stage, measured: Mapping[Kind, CallBytes]) -> Stage:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A stage whose phases can be called, again and again, on made-up values, and what such calls hold on a GPU."""
+    """A stage whose phases can be called, again and again, on made-up values, and what such calls hold on a GPU.
+    `refused`: what those raise that cannot."""
 
     stage: Stage
     calls: Mapping[Kind, Callable[[], Any]]
     call_bytes: Mapping[Kind, CallBytes]
+    refused: Mapping[Kind, str]
 
 
 @torch.no_grad()
@@ -155,6 +173,7 @@ def prepared(stage: Stage, conditions: Conditions) -> Prepared:
     made: dict[Any, Any] = {}
     calls: dict[Kind, Callable[[], Any]] = {}
     held: dict[Kind, CallBytes] = {}
+    refused: dict[Kind, str] = {}
     for kind, phase in stage.phases.items():
         if not phase.is_empty:
             for key, make in zip(argument_keys(phase), arguments_of(phase.module.graph, device), strict=True):
@@ -163,23 +182,34 @@ def prepared(stage: Stage, conditions: Conditions) -> Prepared:
             args = [made[key] for key in argument_keys(phase)]
             run = conditions.compiled(without_checks(phase))
             calls[kind] = partial(keeping, run, args)
+            try:
+                attempt(calls[kind], device)
+            except torch.OutOfMemoryError:
+                raise
+            except REFUSALS as error:
+                refused[kind] = f"{type(error).__name__}: {first_line(error)}"
+                del calls[kind]
+                continue
             if device.type == "cuda":
                 held[kind] = call_bytes(stage, kind, run, args, device)
-    return Prepared(stage, calls, held)
+    return Prepared(stage, calls, held, refused)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A stage's costs, and what calls of its phases hold."""
+    """A stage's costs, what calls of its phases hold, and which of them are not measured."""
 
     cost: StageCost
     call_bytes: Mapping[Kind, CallBytes]
+    notes: tuple[str, ...]
 
 
 @torch.no_grad()
-def measured_stages(ready: Sequence[Prepared], estimated: CostTable, conditions: Conditions) -> dict[int, Measured]:
+def measured_stages(
+    ready: Sequence[Prepared], estimated: CostTable, hardware: Hardware, conditions: Conditions
+) -> dict[int, Measured]:
     """A rank's stages: all of their phases timed in turn, as a step runs them, once the device has the clock that it
-    keeps under load."""
+    keeps under load. Phases that refuse made-up values take what their nodes do."""
     alone = {(one.stage.index, str(kind)): call for one in ready for kind, call in one.calls.items()}
     forward = {key: call for key, call in alone.items() if key[1] == Kind.F}
     pairs = {(one.stage.index, BESIDE): pair for one in ready if (pair := beside(one, conditions))}
@@ -188,20 +218,37 @@ def measured_stages(ready: Sequence[Prepared], estimated: CostTable, conditions:
     found = {}
     for one in ready:
         index = one.stage.index
+        for kind in one.refused:
+            graph = one.stage.phases[kind].module.graph
+            seconds[index, kind] = sum(graph_seconds(graph, hardware, conditions.device).values())
+        notes = tuple(
+            f"the seconds of {one.stage.phases[kind].name} are the sum of those of its nodes: called on made-up "
+            f"values, it raises {error}"
+            for kind, error in one.refused.items()
+        )
         cost = replace(
             estimated.stages[index],
             forward_s=seconds.get((index, Kind.F), 0.0),
             backward_input_s=seconds.get((index, Kind.B), 0.0),
             backward_weight_s=seconds.get((index, Kind.W), 0.0),
-            beside_s=beside_s(index, seconds, mixed[0]) if (index, BESIDE) in pairs else None,
+            beside_s=None,
         )
-        found[index] = Measured(cost, one.call_bytes)
+        if (index, BESIDE) in pairs:
+            cost = replace(cost, beside_s=beside_s(index, seconds, mixed[0]))
+        elif runs_pairs(one, conditions):
+            cost = replace(cost, beside_s=cost.backward_input_s + hardware.beside * cost.backward_weight_s)
+        found[index] = Measured(cost, one.call_bytes, notes)
     return found
 
 
+def runs_pairs(one: Prepared, conditions: Conditions) -> bool:
+    """Whether steps run the stage's B with its W beside it."""
+    return conditions.overlap and conditions.device.type == "cuda" and {Kind.B, Kind.W} <= {*one.calls, *one.refused}
+
+
 def beside(one: Prepared, conditions: Conditions) -> Callable[[], Any] | None:
-    """A call of the stage's B with its W beside it, where steps run such pairs."""
-    if not conditions.overlap or conditions.device.type != "cuda" or not {Kind.B, Kind.W} <= set(one.calls):
+    """A call of such a pair, where it can be called."""
+    if not runs_pairs(one, conditions) or not {Kind.B, Kind.W} <= set(one.calls):
         return None
     return partial(side_by_side, one.calls[Kind.W], one.calls[Kind.B], conditions.device)
 
@@ -214,6 +261,13 @@ def beside_s(stage: int, alone: Mapping[Key, float], mixed: Mapping[Key, float])
     """
     forward = (stage, str(Kind.F))
     return mixed[stage, BESIDE] + mixed.get(forward, 0.0) - alone.get(forward, 0.0)
+
+
+def attempt(call: Callable[[], Any], device: torch.device) -> None:
+    """Raises what the call does, to be called or to be captured."""
+    call()
+    if device.type == "cuda":
+        captured(call, repetitions=1)
 
 
 def keeping(run: Boxed, args: Sequence[Any]) -> Any:
@@ -236,9 +290,12 @@ def call_bytes(stage: Stage, kind: Kind, run: Boxed, args: Sequence[Any], device
 def leaving(stage: Stage, kind: Kind, read: Reading, args: Sequence[Any], device: torch.device) -> list[Any]:
     """These arguments, with storages that nothing else holds for the values that the call owns."""
     phase, box = stage.phases[kind], list(args)
+    nodes = phase.module.graph.find_nodes(op="placeholder")[len(phase.ports) :]
+    positive = positive_inputs(phase.module.graph.nodes)
     for slot in read.owned:
         members = [k for k, group in enumerate(read.groups) if group == slot]
         fakes = [stage.examples[phase.values[k]] for k in members]
-        for k, value in zip(members, made_up_storage(fakes, read.sizes[slot], device), strict=True):
+        filled = any(nodes[k] in positive for k in members)
+        for k, value in zip(members, made_up_storage(fakes, read.sizes[slot], device, positive=filled), strict=True):
             box[len(phase.ports) + k] = value
     return box
