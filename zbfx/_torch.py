@@ -16,6 +16,7 @@ reduce_scatter_single, ...          2.13.0           public, and called reduce_s
 _c10d_functional.wait_tensor        2.11.0, 2.13.0   the end of a collective in a graph
 compile_fx, GmWrapper               2.11.0, 2.13.0   a graph compiled to a function that empties its argument, a list
 torch.compiler flags                2.11.0, 2.13.0   what `torch.compiler.is_exporting()` answers
+OpOverload.py_kernels, ...          2.11.0, 2.13.0   what runs in place of an operator under the tracer
 ShapeEnv, ConstantSource            2.11.0, 2.13.0   sizes that are symbols, and what holds of them
 UntypedStorage._cdata               2.11.0, 2.13.0   the address of a storage, fake ones included
 Module._parameters, ...             2.11.0, 2.13.0   the dicts of a module's parts and hooks
@@ -26,13 +27,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import sympy
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch._C import DispatchKey
 from torch._C._autograd import _saved_tensors_hooks_set_tracing
 from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
@@ -88,6 +90,7 @@ __all__ = [
     "PlainAOTOutput",
     "TangentAOTInput",
     "capture_joint",
+    "decomposing",
     "foreach_copy",
     "foreach_norm",
     "functional",
@@ -172,6 +175,25 @@ def enable_saved_tensor_hooks(*_: object) -> None:
 def functional(tensor: Tensor) -> Tensor:
     """The tensor for code under the tracer: writes into it are values of the graph, and do not reach the tensor."""
     return FunctionalTensor.to_functional(tensor)
+
+
+@contextlib.contextmanager
+def decomposing(decompositions: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Operators are taken apart under the tracer as these say, and not as torch does."""
+    before = {operator: operator.py_kernels.get(DispatchKey.Autograd) for operator in decompositions}
+
+    def put(kernels: Mapping[Any, Any]) -> None:
+        for operator, kernel in kernels.items():
+            operator.py_kernels.pop(DispatchKey.Autograd, None)
+            if kernel is not None:
+                operator.py_kernels[DispatchKey.Autograd] = kernel
+            operator._dispatch_cache.clear()
+
+    put(decompositions)
+    try:
+        yield
+    finally:
+        put(before)
 
 
 def capture_joint(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphModule:

@@ -18,6 +18,7 @@ from zbfx import _torch
 from zbfx.aliases import refuse_written
 from zbfx.batch import Signature
 from zbfx.counters import numbers_of, refuse_counters
+from zbfx.decompositions import RIGHT
 from zbfx.effects import without_tokens
 from zbfx.errors import TraceError, ZbfxError, listed
 from zbfx.first_forward import take_made
@@ -86,7 +87,7 @@ def trace(
 
     def captured(objective: Objective) -> fx.GraphModule:
         try:
-            with fake_mode, _torch.without_fake_logs():
+            with fake_mode, _torch.without_fake_logs(), _torch.decomposing(RIGHT):
                 return without_tokens(_torch.capture_joint(objective, inputs))
         except ZbfxError as error:
             refuse_flex_attention(error)
