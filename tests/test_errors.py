@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import zbfx
 from tests.models import Problem, gpt, mean_squares, mlp, numbers, squares
-from tests.reference import compiled
+from tests.reference import assert_same, compiled, reference, stepped
 from zbfx import InputError, InvalidSchedule, NoFeasibleSchedule, PipelineFault, TraceError, ZbfxError
 from zbfx.arguments import placement_of
 
@@ -157,6 +157,43 @@ def test_loss_that_does_not_require_grad() -> None:
 def test_detached_loss() -> None:
     problem = replace(mlp(2), loss_fn=lambda output, targets: squares(output - targets).detach())
     assert "detaches the loss" in refusal(problem, TraceError)
+
+
+def test_complex_loss() -> None:
+    problem = replace(mlp(2), loss_fn=lambda output, targets: squares(output - targets) * 1j)
+    assert "loss_fn must return a real loss, as backward asks for; found torch.complex" in refusal(problem, TraceError)
+    counting: Any = lambda output, targets: (output.sum(), (targets * 1j).sum())  # noqa: E731
+    assert "found a count of torch.complex" in refusal(replace(mlp(2), loss_fn=counting), TraceError)
+    real = replace(mlp(2), loss_fn=lambda output, targets: (squares(output - targets) * 1j).imag)
+    assert_same(stepped(real, compiled(real, 2, 2)), reference(real, 2), 1e-6)
+
+
+class Distributed(nn.Module):
+    """Draws by the reparametrisation trick; a log-probability."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.first, self.last, self.options = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), options
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.distributions.Normal(self.first(x), 1.0, **self.options)
+        return self.last(found.rsample() + found.log_prob(x))
+
+
+def test_distributions_that_check_their_arguments() -> None:
+    problem = Problem(Distributed(), squares, (numbers(4, WIDTH),))
+    message = refusal(problem, TraceError)
+    assert "decides by a tensor's value" in message
+    assert "test_errors.py" in message
+    assert "pass validate_args=False" in message
+    problem = replace(problem, model=Distributed(validate_args=False))
+    assert torch.isfinite(compiled(problem, 2, 2).run_local()(*problem.inputs))
+
+    class Deciding(Distributed):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if self.first(x).sum() > 0 else x
+
+    assert "Use torch.where" in refusal(replace(problem, model=Deciding(validate_args=False)), TraceError)
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])

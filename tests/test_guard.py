@@ -100,6 +100,34 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str, str]] = {
 }
 
 
+def in_inference_mode() -> Tensor:
+    with torch.inference_mode():
+        return torch.zeros(WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "found"),
+    [
+        (torch.zeros(1).expand(WIDTH), "an expanded tensor, whose entries share memory, as the gradient of first.bias"),
+        (torch.eye(WIDTH)[0].to_sparse(), "a sparse tensor as the gradient of first.bias"),
+        (in_inference_mode(), "a tensor made in inference mode as the gradient of first.bias"),
+    ],
+)
+def test_gradients_that_cannot_be_added_to(gradient: Tensor, found: str) -> None:
+    given = problem()
+    step = compiled(given, 2, 2).run_local()
+    step(*given.inputs)
+    bias = given.model.get_parameter("first.bias")
+    own = bias.grad
+    bias.grad = gradient
+    with pytest.raises(InputError, match=f"a step adds to .grad in place; found {found}. Set it to None"):
+        step(*given.inputs)
+    step.evaluate(*given.inputs)  # adds to none
+    bias.grad = own
+    step(*given.inputs)
+    assert step.count == 2
+
+
 @pytest.mark.parametrize(("change", "found", "way_out"), CHANGES.values(), ids=CHANGES.keys())
 @pytest.mark.parametrize("evaluates", [False, True], ids=["step", "evaluate"])
 def test_changes_after_the_first_step(

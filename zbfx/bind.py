@@ -133,6 +133,30 @@ def refuse_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
         )
 
 
+def refuse_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Gradients are added to `.grad` in place, as autograd does. Raises `InputError` where that would fail."""
+    for name, parameter in parameters.items():
+        gradient = parameter.grad
+        if gradient is not None and (kind := unwritable(gradient)):
+            raise InputError(
+                f"a step adds to .grad in place; found {kind} as the gradient of {name}. Set it to None "
+                f"(zero_grad()) or to a tensor of its own (.grad = torch.zeros_like(parameter).add_(gradient))"
+            )
+
+
+def unwritable(gradient: torch.Tensor) -> str:
+    """What keeps a tensor from being added to; "" if nothing does."""
+    if gradient.layout is not torch.strided:
+        return "a sparse tensor"
+    if gradient.is_inference() and not torch.is_inference_mode_enabled():
+        return "a tensor made in inference mode"
+    if not gradient.is_contiguous() and any(
+        stride == 0 and size > 1 for size, stride in zip(gradient.size(), gradient.stride(), strict=True)
+    ):
+        return "an expanded tensor, whose entries share memory,"
+    return ""
+
+
 def move_to(runners: Sequence[RankRunner], device: torch.device) -> None:
     """Move the parameters, buffers and constants that these ranks use. Raises `ZbfxError` if one has no data."""
     for runner in runners:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zbfx._torch import hook_tables, part_tables
-from zbfx.bind import refuse_gradient_hooks
+from zbfx.bind import refuse_gradient_hooks, refuse_gradients
 from zbfx.errors import InputError, listed
 from zbfx.first_forward import OF_MODULES
 from zbfx.objective import LOSS_PREFIX
@@ -219,6 +219,8 @@ class Watch:
         if not evaluation and RemovableHandle.next_id != self.handles:  # torch counts the hooks that it registers
             refuse_gradient_hooks(self.trained)
             self.handles = RemovableHandle.next_id
+        if not evaluation:
+            refuse_gradients(self.trained)
         now, places = self.state(), self.places()
         before, places_before = self.seen.get(evaluation, ([], []))
         if same_objects(before, now) and places == places_before:

@@ -112,6 +112,11 @@ def checked_loss(loss: Any, source: str) -> Tensor:
             f"{source} must return a scalar loss; found {found}. "
             f"Pass loss_fn=(outputs, *targets) -> scalar, or let the model return its loss (as `.loss`, or first)"
         )
+    if loss.is_complex():
+        raise TraceError(
+            f"{source} must return a real loss, as backward asks for; found {loss.dtype}. Return its .real, its .abs() "
+            f"or another real number made of it"
+        )
     if not loss.requires_grad:
         raise TraceError(
             f"the loss that {source} returns does not require grad: no trainable parameter reaches it. "
@@ -140,6 +145,8 @@ def checked_count(loss: tuple[Any, ...]) -> Tensor:
             f"the second {type(loss[1]).__name__ if len(loss) > 1 else 'missing'}. "
             f"Count on tensors: (targets != -100).sum()"
         )
+    if loss[1].is_complex():
+        raise TraceError(f"loss_fn returns (sum, count) of two real scalar tensors; found a count of {loss[1].dtype}")
     return loss[1].detach().reshape(())
 
 

@@ -14,6 +14,8 @@ from zbfx import _torch
 from zbfx.errors import TraceError, first_line
 
 LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
+CHECKS_OF_ARGUMENTS = ("__init__", "_validate_sample")
 UNKNOWN_LINE = "an unknown line"
 FIT = (
     "Give example_inputs and example_kwargs as the model's forward takes them, and example_targets as loss_fn does "
@@ -42,7 +44,7 @@ def refuse(error: Exception, model: nn.Module, part: str, fails_alone: Callable[
     if isinstance(error, _torch.DATA_DEPENDENT_ERRORS):
         raise TraceError(
             f"the model decides by a tensor's value what to run next, which one graph cannot hold ({error}), "
-            f"at {user_line(error)}. Use torch.where, or take the decision outside the model"
+            f"at {user_line(error)}. {way_out(error)}"
         ) from error
     refuse_flex_attention(error)
     if _torch.is_stray_fake(error):
@@ -69,6 +71,17 @@ def refuse(error: Exception, model: nn.Module, part: str, fails_alone: Callable[
         f"the model cannot be traced: {text}, {at}. Change that line, or "
         f"make it an operator of its own (torch.library.custom_op with register_fake and register_autograd)"
     ) from error
+
+
+def way_out(error: Exception) -> str:
+    """What to do about a decision by a tensor's value."""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename.startswith(DISTRIBUTIONS) and frame.name in CHECKS_OF_ARGUMENTS:
+            return (
+                "torch.distributions looks there whether its arguments are valid: pass validate_args=False, or call "
+                "torch.distributions.Distribution.set_default_validate_args(False)"
+            )
+    return "Use torch.where, or take the decision outside the model"
 
 
 def refuse_mixed_dtypes(graph: fx.Graph) -> None:
