@@ -130,5 +130,5 @@ def test_refusals_harm_nothing(two_by_two: Results) -> None:
 
 
 def test_fault_reaches_the_other_replica(two_by_two: Results) -> None:
-    expected = "replica 1, rank 1, step 6, action B1.0 (stage 1, microbatch 0): ArithmeticError: on purpose"
+    expected = "replica 1, rank 1, step 5, action B1.0 (stage 1, microbatch 0): ArithmeticError: on purpose"
     assert refusals(two_by_two, "fault", "PipelineFault") == [expected] * 4
