@@ -128,6 +128,9 @@ def test_further_shapes_from_one_trace(three: Results) -> None:
         for loss, gradients, expected, wanted in three[rank]["shapes"]["steps"]:
             assert_same((loss, gradients), (expected, wanted), 1e-6)
         assert not [note for notes in three[rank]["shapes"]["notes"] for note in notes if "traced for" in note]
+        measured, planned, (four_s, two_s, again_s) = three[rank]["shapes"]["profiles"]
+        assert measured == planned
+        assert two_s < four_s == again_s
 
 
 def refusals(results: Results, case: str, kind: str) -> list[str]:

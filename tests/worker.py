@@ -193,7 +193,17 @@ def shapes(problem: Problem, step: Any) -> dict[str, Any]:
         loss, (expected, wanted) = step(*batch.inputs, *batch.targets), reference(batch, 3)
         own = {name: p.grad for name, p in step.named_parameters()}
         found.append((loss, own, expected, {name: wanted[name] for name in own}))
-    return {"steps": found, "notes": [pipe.schedule.notes for pipe in step.pipelines]}
+    for parameter in step.parameters():
+        parameter.grad = None
+    profiles = [step.profile(numbers(rows, 8), numbers(rows, 8, seed=2)) for rows in (12, 6, 12)]
+    measured = [[[str(span.action) for span in spans] for spans in profile.spans] for profile in profiles]
+    planned = [[[str(action) for action in order] for order in profile.schedule.ranks] for profile in profiles]
+    seconds = [profile.schedule.costs.stages[0].forward_s for profile in profiles]
+    return {
+        "steps": found,
+        "profiles": (measured, planned, seconds),
+        "notes": [pipe.schedule.notes for pipe in step.pipelines],
+    }
 
 
 class Shared(nn.Module):

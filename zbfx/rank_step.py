@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -209,20 +210,25 @@ class RankStep(Step):
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
         """Run one step (its gradients count) and return the measured timeline of all ranks, on every rank."""
         self.begin("profile")
-        recorder = self.engine.runners[0].recorder = Recorder(self.engine.pipe.device)
+        self.begin("step", batch=True)
+        engine, rows = self.admit(partial(self.batch, args, kwargs))
+        runner = engine.runners[0]
+        recorder = runner.recorder = Recorder(engine.pipe.device)
         try:
-            self.guarded(self.channels.barrier)
-            recorder.begin()
-            self(*args, **kwargs)
+            self.train(engine, rows)
             spans = self.guarded(lambda: self.channels.gather_ranks(tuple(recorder.spans())))
         finally:
-            self.engine.runners[0].recorder = None
-        return Profile(self.engine.pipe.schedule, tuple(spans))
+            runner.recorder = None
+        return Profile(engine.pipe.schedule, tuple(spans))
 
     def execute(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
-        engine.runners[0].start(engine.loss_gradient)
+        runner = engine.runners[0]
+        runner.start(engine.loss_gradient)
         if engine.runs == 0 and engine.pipe.device.type == "cuda":
-            load(engine.runners[0].calls, engine.pipe.device)
+            load(runner.calls, engine.pipe.device)
+        if runner.recorder is not None:
+            self.channels.barrier()
+            runner.recorder.begin()
         return self.run_program(engine, rows)
 
     def run_program(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
