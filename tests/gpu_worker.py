@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -277,17 +280,43 @@ def missing(device: torch.device) -> None:
         step(*batch)
 
 
-def loading(device: torch.device) -> list[Tensor]:
-    """Losses where the first call of every phase waits for the whole device, as loading its kernels may."""
+class WaitsForTheDevice(TorchDispatchMode):
+    """Makes the first call of every op, on every layout, wait for all that the device has to do, as loading its kernel
+    may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = f"{func}{tree_map_only(Tensor, lambda t: (t.shape, t.stride(), t.dtype), (args, kwargs))}"
+        if call not in self.seen and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+            self.seen.add(call)
+        return func(*args, **(kwargs or {}))
+
+
+def loading(device: torch.device) -> dict[str, list[Tensor]]:
+    """Losses by case where whatever a rank calls first waits for its whole device. Where phases are compiled, their
+    first calls do."""
     model, batch = model_and_batch(SMALL, MICROBATCHES * 2, device)
-    losses = []
-    for schedule, backend in (("zb-2p", "eager"), ("zb-v", "eager"), ("zb-2p", "cudagraph")):
+    found: dict[str, list[Tensor]] = {}
+    cases = [(schedule, "eager") for schedule in ("zb-2p", "zb-v", "interleaved-1f1b")]
+    for schedule, backend in (*cases, ("zb-v", "cudagraph"), ("zb-v", "inductor")):
         step = compiled(model, batch, MICROBATCHES, schedule=schedule, backend=backend).bind(timeout_s=60.0)
         for call in {id(call.phase): call for call in step.engine.runners[0].calls}.values():
             call.run = waits_once(call.run)
-        losses += [step(*batch).cpu(), step(*batch).cpu()]
+        inner = torch.optim.SGD(step.parameters(), lr=0.0)
+        optimizer = zbfx.optim.PostValidated(inner, step, max_norm=1.0, sync=False)
+        with WaitsForTheDevice() if backend != "inductor" else nullcontext():
+            losses = found[f"{schedule} {backend}"] = []
+            for _ in range(2):
+                losses.append(step(*batch).cpu())
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.settle()
         step.close()
-    return losses
+    return found
 
 
 def waits_once(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

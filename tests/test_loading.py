@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import zbfx
 from zbfx.calls import PhaseCall
+from zbfx.engine import take_turns
 from zbfx.loading import load
 
 CPU = torch.device("cpu")
@@ -55,10 +58,70 @@ def test_every_phase_runs_once_and_leaves_everything_as_it_was() -> None:
     assert len(tensors) == 8 + 3 + 8
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     random = torch.get_rng_state()
-    load(calls, CPU)
+    for runner in step.engine.runners:
+        load(runner, CPU)
     assert counts == dict.fromkeys(PHASES, 1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
     assert torch.equal(torch.get_rng_state(), random)
+
+
+class Calls(TorchDispatchMode):
+    """What is called on tensors that hold anything: ops, with layouts and numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        described = tree_map_only(Tensor, lambda t: (t.shape, t.stride(), t.dtype), (args, kwargs))
+        if torch.Tag.view_copy not in func.tags and not func.is_view and "empty" not in str(func):
+            self.found.add(f"{func}{described}")
+        return func(*args, **(kwargs or {}))
+
+
+class Tied(nn.Module):
+    """Shares a parameter between stages, draws random numbers, and sends what is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.norm, self.inner = nn.BatchNorm1d(6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x @ self.weight).t()
+        return torch.dropout(self.inner(x.t()), 0.5, train=True) @ self.weight
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-2p", "zb-v", "interleaved-1f1b"])
+def test_a_step_calls_nothing_new(schedule: str, watched: bool) -> None:
+    """Whatever an op is called on in a step, it was called on the same before."""
+    torch.manual_seed(0)
+    model, batch = Tied(), torch.randn(8, 6)
+    pipe = zbfx.compile(
+        model,
+        stages=2,
+        microbatches=4,
+        example_inputs=(batch[:2],),
+        loss_fn=lambda output: output.square().mean(),
+        schedule=schedule,
+        check=False,
+    )
+    step = pipe.run_local()
+    loaded, called = Calls(), Calls()
+    with torch.no_grad():
+        for runner in step.engine.runners:
+            runner.watched = [] if watched else None
+            runner.start(torch.zeros(()))
+            with loaded:
+                load(runner, CPU)
+            assert runner.watched == ([] if watched else None)
+        with called:
+            rows = [[row] for row in batch.chunk(4)]
+            runs = [runner.run(step.engine.inputs(rows, runner, 0), 0) for runner in step.engine.runners]
+            take_turns(runs)
+    assert any("addmm" in call for call in called.found)
+    assert called.found <= loaded.found, called.found - loaded.found
 
 
 def test_what_refuses_made_up_values_is_left_to_the_step() -> None:
@@ -83,7 +146,8 @@ def test_what_refuses_made_up_values_is_left_to_the_step() -> None:
     )
     step = pipe.run_local()
     expected = step(batch)
-    load([call for runner in step.engine.runners for call in runner.calls], CPU)
+    for runner in step.engine.runners:
+        load(runner, CPU)
     assert torch.equal(step(batch), expected)
 
 

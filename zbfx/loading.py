@@ -1,13 +1,13 @@
-"""Loads the code of a rank's phases before its first message.
+"""Loads the code of a rank's program before its first message.
 
 CUDA loads a kernel at its first call, and may wait meanwhile for all that the device has to do. Where that waits for a
-message, and the rank that sends it loads a kernel too, both wait for ever. (CUDA programming guide, lazy loading,
-potential hazards.) Compiling, which takes seconds, is done here too.
+message of a rank that waits for what this one would launch next, both wait for ever: the mean of the losses, a kernel
+of a few microseconds, is enough. (CUDA programming guide, lazy loading, potential hazards.) Compiling, which takes
+seconds, is done here too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -16,13 +16,15 @@ from zbfx.boxed import boxed
 from zbfx.calls import PhaseCall
 from zbfx.graphs import Role
 from zbfx.made_up import REFUSALS, arguments_of, without_checks
+from zbfx.rehearsal import rehearse
 from zbfx.rng import undisturbed
+from zbfx.run import RankRunner
 
 
-def load(calls: Sequence[PhaseCall], device: torch.device) -> None:
-    """Call each phase once, on made-up values beside the parameters. What it writes is put back as it was, from the
-    host's memory: the device may have no room for copies."""
-    phases = {id(call.phase.module): call for call in calls}
+def load(runner: RankRunner, device: torch.device) -> None:
+    """Call each phase once, on made-up values beside the parameters, and rehearse what lies around them. What a phase
+    writes is put back as it was, from the host's memory: the device may have no room for copies."""
+    phases = {id(call.phase.module): call for call in runner.calls}
     with undisturbed(device), torch.no_grad():
         for call in phases.values():
             written = [*call.accumulators, *updated(call)]
@@ -31,6 +33,7 @@ def load(calls: Sequence[PhaseCall], device: torch.device) -> None:
                 call_on_made_up(call, device)
             for tensor, old in zip(written, before, strict=True):
                 tensor.copy_(old)
+        rehearse(runner, device)
 
 
 def updated(call: PhaseCall) -> list[torch.Tensor]:
