@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import zbfx
+from tests.live_bytes import LiveBytes, measured_peaks
 from zbfx.calls import PhaseCall
 from zbfx.engine import take_turns
 from zbfx.loading import load
@@ -59,7 +61,7 @@ def test_every_phase_runs_once_and_leaves_everything_as_it_was() -> None:
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     random = torch.get_rng_state()
     for runner in step.engine.runners:
-        load(runner, CPU)
+        load(runner, pipe.stages, CPU)
     assert counts == dict.fromkeys(PHASES, 1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
     assert torch.equal(torch.get_rng_state(), random)
@@ -82,10 +84,10 @@ class Calls(TorchDispatchMode):
 class Tied(nn.Module):
     """Shares a parameter between stages, draws random numbers, and sends what is not contiguous."""
 
-    def __init__(self) -> None:
+    def __init__(self, features: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 6))
-        self.norm, self.inner = nn.BatchNorm1d(6), nn.Linear(6, 6)
+        self.weight = nn.Parameter(torch.randn(features, features))
+        self.norm, self.inner = nn.BatchNorm1d(features), nn.Linear(features, features)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x @ self.weight).t()
@@ -97,7 +99,7 @@ class Tied(nn.Module):
 def test_a_step_calls_nothing_new(schedule: str, watched: bool) -> None:
     """Whatever an op is called on in a step, it was called on the same before."""
     torch.manual_seed(0)
-    model, batch = Tied(), torch.randn(8, 6)
+    model, batch = Tied(6), torch.randn(8, 6)
     pipe = zbfx.compile(
         model,
         stages=2,
@@ -114,7 +116,7 @@ def test_a_step_calls_nothing_new(schedule: str, watched: bool) -> None:
             runner.watched = [] if watched else None
             runner.start(torch.zeros(()))
             with loaded:
-                load(runner, CPU)
+                load(runner, pipe.stages, CPU)
             assert runner.watched == ([] if watched else None)
         with called:
             rows = [[row] for row in batch.chunk(4)]
@@ -122,6 +124,31 @@ def test_a_step_calls_nothing_new(schedule: str, watched: bool) -> None:
             take_turns(runs)
     assert any("addmm" in call for call in called.found)
     assert called.found <= loaded.found, called.found - loaded.found
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_loading_holds_no_more_than_a_step(monkeypatch: pytest.MonkeyPatch, schedule: str, microbatches: int) -> None:
+    """What is put back waits in the host's memory, which is the device's here; microbatches are no part of peaks."""
+    monkeypatch.setattr("zbfx.loading.put_back", lambda tensors: nullcontext())
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(6, 64), Tied(64), nn.GELU(), nn.Linear(64, 6)), torch.randn(8, 6)
+    rows = batch.chunk(microbatches)
+    pipe = zbfx.compile(
+        model,
+        stages=2,
+        microbatches=microbatches,
+        example_inputs=rows[:1],
+        loss_fn=lambda output: output.square().mean(),
+        schedule=schedule,
+        check=False,
+    )
+    peaks = [counter.peak for counter in measured_peaks(pipe, [[row] for row in rows])]
+    for runner, peak in zip(pipe.run_local().engine.runners, peaks, strict=True):
+        runner.start(torch.zeros(()))
+        with LiveBytes() as counter:
+            load(runner, pipe.stages, CPU)
+        assert counter.peak - rows[0].nbytes <= peak, (runner.rank, counter.peak, peak)
 
 
 def test_what_refuses_made_up_values_is_left_to_the_step() -> None:
@@ -147,7 +174,7 @@ def test_what_refuses_made_up_values_is_left_to_the_step() -> None:
     step = pipe.run_local()
     expected = step(batch)
     for runner in step.engine.runners:
-        load(runner, CPU)
+        load(runner, pipe.stages, CPU)
     assert torch.equal(step(batch), expected)
 
 

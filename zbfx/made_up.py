@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zbfx.graphs import Phase, copy_graph
+from zbfx.graphs import Phase, Stage, copy_graph
+from zbfx.lifetimes import Reading, Slot
 from zbfx.rng import seeded
 
 aten = torch.ops.aten
+
+Values = dict[int, Tensor]
 
 REFUSALS = (RuntimeError, ValueError, IndexError)  # what ops raise for values outside of their domain
 
@@ -105,6 +108,20 @@ def made_up_storage(
         return entries.as_strided(value.size(), value.stride(), value.storage_offset())
 
     return [like(value) for value in values]
+
+
+def values_read(stage: Stage, phase: Phase, read: Reading, slots: Iterable[Slot], device: torch.device) -> Values:
+    """What stands for the values that a phase of the stage reads from these storages, by their place among those that
+    it reads: they share memory as the values do."""
+    nodes = phase.module.graph.find_nodes(op="placeholder")[len(phase.ports) :]
+    positive = positive_inputs(phase.module.graph.nodes)
+    made: Values = {}
+    for slot in slots:
+        members = [k for k, group in enumerate(read.groups) if group == slot]
+        fakes = [stage.examples[phase.values[k]] for k in members]
+        filled = any(nodes[k] in positive for k in members)
+        made |= zip(members, made_up_storage(fakes, read.sizes[slot], device, positive=filled), strict=True)
+    return made
 
 
 def argument_keys(phase: Phase) -> list[Any]:

@@ -26,8 +26,8 @@ from zbfx.made_up import (
     argument_keys,
     argument_of,
     arguments_of,
-    made_up_storage,
     positive_inputs,
+    values_read,
     without_checks,
 )
 from zbfx.passes.nodes import is_view
@@ -281,7 +281,7 @@ def call_bytes(stage: Stage, kind: Kind, run: Boxed, args: Sequence[Any], device
     every = range(len(stage.phases[kind].values))
     alive = call_effect(inside, every, (), dict.fromkeys(every, 0)).peak
     most = most_bytes(run, lambda: list(args), device)
-    read = reading(stage, kind, CUDA_GRANULE)
+    read = reading(stage, stage.phases[kind], CUDA_GRANULE)
     expected = call_effect(inside, read.groups, read.owned, read.sizes).peak
     usual = most_bytes(run, lambda: leaving(stage, kind, read, args, device), device)
     return CallBytes(max(0, most - alive), most, expected, usual)
@@ -290,12 +290,6 @@ def call_bytes(stage: Stage, kind: Kind, run: Boxed, args: Sequence[Any], device
 def leaving(stage: Stage, kind: Kind, read: Reading, args: Sequence[Any], device: torch.device) -> list[Any]:
     """These arguments, with storages that nothing else holds for the values that the call owns."""
     phase, box = stage.phases[kind], list(args)
-    nodes = phase.module.graph.find_nodes(op="placeholder")[len(phase.ports) :]
-    positive = positive_inputs(phase.module.graph.nodes)
-    for slot in read.owned:
-        members = [k for k, group in enumerate(read.groups) if group == slot]
-        fakes = [stage.examples[phase.values[k]] for k in members]
-        filled = any(nodes[k] in positive for k in members)
-        for k, value in zip(members, made_up_storage(fakes, read.sizes[slot], device, positive=filled), strict=True):
-            box[len(phase.ports) + k] = value
+    for k, value in values_read(stage, phase, read, read.owned, device).items():
+        box[len(phase.ports) + k] = value
     return box

@@ -225,7 +225,7 @@ class RankStep(Step):
         runner = engine.runners[0]
         runner.start(engine.loss_gradient)
         if engine.runs == 0 and engine.pipe.device.type == "cuda":
-            load(runner, engine.pipe.device)
+            load(runner, engine.pipe.stages, engine.pipe.device)
         if runner.recorder is not None:
             self.channels.barrier()
             runner.recorder.begin()

@@ -1,9 +1,9 @@
-"""A rank's program run once for what lies around its phases: messages made up, phases that only hand out made-up
-results, nothing written that a step reads."""
+"""A rank's program run once for what lies around its phases: messages are made up, and phases only hand out results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from zbfx import comm
-from zbfx.calls import AddToGradient, BoundTensor, PhaseCall
-from zbfx.graphs import Phase
-from zbfx.made_up import made_up
+from zbfx.calls import BoundTensor, PhaseCall
+from zbfx.graphs import Stage
+from zbfx.made_up import made_up, made_up_storage
 from zbfx.messages import Message
 from zbfx.run import RankRunner
 
 
-def rehearse(runner: RankRunner, device: torch.device) -> None:
+def rehearse(runner: RankRunner, stages: Sequence[Stage], device: torch.device) -> None:
     """Run the program but for its look at an optimizer step: losses are combined, messages laid out, values watched and
-    gradients of several stages added up as in a step."""
+    gradients of several stages added up as in a step. The latter are all that it changes."""
     transport = Rehearsal(runner.program.messages, device)
     first, end = runner.program.verdict
-    with stand_ins(runner, device), swapped(runner, transport=transport, recorder=None):
+    with stand_ins(runner, stages, device), swapped(runner, transport=transport, recorder=None):
         environment = runner.given([comm.Microbatch({}, 0)] * len(runner.nodes))
         for positions in (range(first), range(end, len(runner.nodes))):
             for wait in runner.execute(positions, environment, step=0):
@@ -32,13 +32,14 @@ def rehearse(runner: RankRunner, device: torch.device) -> None:
 
 
 @contextmanager
-def stand_ins(runner: RankRunner, device: torch.device) -> Iterator[None]:
-    """Take the place of the phases, and of the tensors that the program reads or writes."""
+def stand_ins(runner: RankRunner, stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
+    """Take the place of the phases, and of tensors that are not bound yet."""
     with ExitStack() as stack:
         for module in runner.program.module.modules():
             if isinstance(module, PhaseCall):
-                stack.enter_context(swapped(module, run=results_of(module.phase, device), ports=[], accumulators=[]))
-            elif isinstance(module, BoundTensor | AddToGradient):
+                run = results_of(module, stages[module.phase.stage], device)
+                stack.enter_context(swapped(module, run=run, ports=[], accumulators=[]))
+            elif isinstance(module, BoundTensor) and module.tensor is None:
                 named = runner.tensors.named.get(getattr(module, "name", ""))
                 tensor = torch.zeros(0, device=device) if named is None else torch.zeros_like(named)
                 stack.enter_context(swapped(module, tensor=tensor))
@@ -62,11 +63,25 @@ def swapped(target: Any, **values: Any) -> Iterator[None]:
             setattr(target, name, value)
 
 
-def results_of(phase: Phase, device: torch.device) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """A phase that only makes up its results."""
-    (returned,) = phase.module.graph.output_node().args
-    fakes = [node.meta["val"] for node in returned]  # type: ignore[union-attr]
-    return lambda box: tuple(made_up(fake, device) for fake in fakes)
+def results_of(call: PhaseCall, stage: Stage, device: torch.device) -> Callable[[list[Any]], Sequence[Any]]:
+    """What a phase returns, made up: what others than its stage read, in the storages in which it would be, and the
+    loss."""
+    (returned,) = call.phase.module.graph.output_node().args
+    fakes: list[Tensor] = [node.meta["val"] for node in returned]  # type: ignore[union-attr]
+    storages: dict[str, list[int]] = defaultdict(list)
+    for index in call.packing:
+        if isinstance(index, int) and index < len(call.phase.results):
+            storages[stage.storages[call.phase.results[index]][0]].append(index)
+
+    def run(box: list[Any]) -> Sequence[Any]:
+        results: list[Any] = [None] * len(call.phase.results)
+        for members in storages.values():
+            size = stage.storages[call.phase.results[members[0]]][1]
+            for index, value in zip(members, made_up_storage([fakes[k] for k in members], size, device), strict=True):
+                results[index] = value
+        return [*results, *(made_up(loss, device) for loss in fakes[len(results) :])]
+
+    return run
 
 
 @dataclass
