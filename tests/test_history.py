@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.other_calls import COMPARE_S
 from tests.test_processes import Results, launch
 from zbfx import history
-from zbfx.history import KEPT, History
+from zbfx.history import CLOSE, KEPT, History
 
 ALIKE = (
     "ranks made different calls, but every rank makes the same calls in the same order, compile and evaluate among "
@@ -125,6 +125,29 @@ def test_the_store_keeps_few_calls(two: Ranks) -> None:
         assert two.store.num_keys() == min(number, 2 * KEPT)
 
 
+def test_a_rank_that_ends_closes(two: Ranks) -> None:
+    first, other = two.ranks
+    for rank in two.ranks:
+        rank.begin("step")
+    first.end()
+    assert other.difference() is None
+    other.begin("step")
+    assert two.said.wait(10.0)
+    assert two.reasons == [f"{ALIKE} 2 of this pipeline rank 0: close, or the end of its process; rank 1: step"]
+
+
+def test_ranks_that_close_and_end_do_not_differ(two: Ranks) -> None:
+    first, other = two.ranks
+    first.begin(CLOSE)
+    assert first.difference() is None
+    first.close()
+    for rank in two.ranks:
+        rank.end()
+    assert two.store.get("call 1").decode() == f"rank 0: {CLOSE}"
+    assert two.store.num_keys() == 1
+    assert (other.told, two.reasons) == (1, [])
+
+
 def test_a_closed_history_says_nothing(two: Ranks) -> None:
     two.ranks[0].begin("step")
     two.ranks[1].begin("evaluate")
@@ -145,8 +168,8 @@ def other_calls(tmp_path_factory: pytest.TempPathFactory) -> Results:
         ("evaluate, step", 3, 1, f"step with {WHOLE}", f"evaluate with {WHOLE}"),
         ("new shapes", 3, 2, f"step with {SMALL}", f"step with {WHOLE}"),
         ("known shapes", 4, 2, f"step with {WHOLE}", f"step with {SMALL}"),
-        ("one step fewer", 3, 0, "close", f"step with {WHOLE}"),
-        ("one step fewer, late", 3, 0, "close", f"step with {WHOLE}"),
+        ("one step fewer", 3, 0, CLOSE, f"step with {WHOLE}"),
+        ("one step fewer, late", 3, 0, CLOSE, f"step with {WHOLE}"),
         ("profile", 3, 0, "profile", f"step with {WHOLE}"),
         ("optimizer", 5, 1, f"step with {WHOLE}", "optimizer.step"),
     ],

@@ -87,7 +87,7 @@ class Channels:
             self.sum_over_replicas(torch.zeros(1, device=device)).wait()
         self.store = group_store(self.family)
         self.history = History(self.name, self.store, weakref.WeakMethod(self.differ))
-        weakref.finalize(self, self.history.close)
+        weakref.finalize(self, self.history.end)
         self.progress, self.overdue = None, None
         if device.type == "cuda":
             allowed = f"bind(timeout_s=...) allows {timeout.total_seconds():g} s for a step, compiling included"

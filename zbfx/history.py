@@ -21,6 +21,7 @@ from zbfx.errors import SAME_CALLS
 
 COMPARE_S = 3.0  # from when a call has begun
 POLL_S = 0.5
+CLOSE = "close, or the end of its process"
 KEPT = 8  # calls: some need nothing from other ranks, and a rank may be that far ahead
 
 Differs = Callable[[str], None]
@@ -78,6 +79,13 @@ class History:
     def close(self) -> None:
         """Watch no longer."""
         self.closed.set()
+
+    def end(self) -> None:
+        """Nothing more will be called here, as at the end of the process: others that go on hear of it."""
+        if not self.closed.is_set():
+            self.close()
+            self.put(Call(self.calls[-1].number + 1, CLOSE))
+            self.difference()
 
     def watch(self) -> None:
         while not self.closed.wait(POLL_S):

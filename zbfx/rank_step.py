@@ -16,6 +16,7 @@ from zbfx.codegen import Program
 from zbfx.comm import GroupTransport, Transport
 from zbfx.engine import Engine, message_pairs, rank_engine
 from zbfx.errors import InputError, PipelineFault, ZbfxError
+from zbfx.history import CLOSE
 from zbfx.loading import load
 from zbfx.plan import Schedule
 from zbfx.run import Tensors
@@ -63,7 +64,7 @@ class RankStep(Step):
             self.channels.history.given(shapes)
 
     def let_go(self) -> None:
-        self.begin("close")
+        self.begin(CLOSE)
         # Ranks that go on without this one find that it closed; those that have told of their calls, the difference.
         if (found := self.channels.history.difference()) is not None:
             self.channels.first_fault(found)
