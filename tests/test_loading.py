@@ -61,6 +61,7 @@ def test_every_phase_runs_once_and_leaves_everything_as_it_was() -> None:
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     random = torch.get_rng_state()
     for runner in step.engine.runners:
+        runner.start(step.engine.loss_gradient)
         load(runner, pipe.stages, CPU)
     assert counts == dict.fromkeys(PHASES, 1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
@@ -174,6 +175,7 @@ def test_what_refuses_made_up_values_is_left_to_the_step() -> None:
     step = pipe.run_local()
     expected = step(batch)
     for runner in step.engine.runners:
+        runner.start(step.engine.loss_gradient)
         load(runner, pipe.stages, CPU)
     assert torch.equal(step(batch), expected)
 

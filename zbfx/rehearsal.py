@@ -24,8 +24,9 @@ def rehearse(runner: RankRunner, stages: Sequence[Stage], device: torch.device) 
     gradients of several stages added up as in a step. The latter are all that it changes."""
     transport = Rehearsal(runner.program.messages, device)
     first, end = runner.program.verdict
+    _, *microbatches = runner.program.module.graph.find_nodes(op="placeholder")
     with stand_ins(runner, stages, device), swapped(runner, transport=transport, recorder=None):
-        environment = runner.given([comm.Microbatch({}, 0)] * len(runner.nodes))
+        environment = runner.given([comm.Microbatch({}, 0) for _ in microbatches])
         for positions in (range(first), range(end, len(runner.nodes))):
             for wait in runner.execute(positions, environment, step=0):
                 raise AssertionError(f"nothing to wait for; found {wait}")
@@ -43,8 +44,6 @@ def stand_ins(runner: RankRunner, stages: Sequence[Stage], device: torch.device)
                 named = runner.tensors.named.get(getattr(module, "name", ""))
                 tensor = torch.zeros(0, device=device) if named is None else torch.zeros_like(named)
                 stack.enter_context(swapped(module, tensor=tensor))
-        if runner.program.chain.after is None:
-            stack.enter_context(swapped(runner.bound("loss"), run=runner.combine))
         if runner.watched is not None:
             stack.enter_context(swapped(runner, watched=[]))
         yield
