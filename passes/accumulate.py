@@ -7,18 +7,11 @@ gradient in memory and no second pass over it. Views between the product and the
 from __future__ import annotations
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from zbfx.graphs import copy_graph
 
 aten = torch.ops.aten
-library = torch.library.Library("zbfx", "FRAGMENT")
-library.define("addmm_(Tensor(a!) gradient, Tensor left, Tensor right) -> ()")
-
-
-@torch.library.impl(library, "addmm_", "CompositeExplicitAutograd")
-def add_product(gradient: Tensor, left: Tensor, right: Tensor) -> None:
-    gradient.addmm_(left, right)
 
 
 def accumulate_in_products(graph: fx.Graph) -> fx.Graph:
@@ -43,21 +36,6 @@ def accumulate_in_products(graph: fx.Graph) -> fx.Graph:
             graph.erase_node(dead)
     graph.eliminate_dead_code()
     graph.lint()
-    return graph
-
-
-def sealed(graph: fx.Graph) -> fx.Graph:
-    """A copy of a phase's graph whose products accumulate in place in compiled code too.
-
-    Inductor makes a new gradient of an `addmm_`, from a copy of the old one, and copies it back: 3 % of the time of a
-    GPT's F, B and W. What an op of ours does in place it leaves alone.
-    """
-    graph = copy_graph(graph)
-    for fused in graph.find_nodes(op="call_function", target=aten.addmm_.default):
-        if not fused.users:
-            with graph.inserting_before(fused):
-                graph.call_function(torch.ops.zbfx.addmm_.default, fused.args).meta = dict(fused.meta)
-            graph.erase_node(fused)
     return graph
 
 

@@ -127,6 +127,27 @@ def test_checks_of_torch_linalg_run_in_a_step(function: Callable[[Tensor], Tenso
         pipe.run_local()(*problem.inputs)
 
 
+def finite(self: Any, x: Tensor) -> Tensor:
+    x = torch.tanh(x @ self.a)
+    torch._assert_async((x < 0.999).all(), "x is small")
+    torch._assert_async((x > -0.999).all())
+    return x @ self.b
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize(("value", "found"), [(1e9, "x is small"), (-1e9, "a check failed|Expected Tensor with")])
+def test_checks_of_a_model_run_in_a_step(backend: str, value: float, found: str) -> None:
+    problem = of(finite)
+    pipe = compiled(problem, 1, 3, backend=backend)
+    step = pipe.run_local()
+    for call in step.engine.runners[0].calls:
+        call.run = pipe.compiler(call.phase)
+    step(*problem.inputs)
+    inputs = torch.full_like(problem.inputs[0], value) @ problem.model.get_parameter("a").detach().inverse()
+    with pytest.raises(PipelineFault, match=found):
+        step(inputs)
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_unused_parameter_has_no_gradient(stages: int) -> None:
     problem = of(lambda self, x: torch.tanh(x @ self.a) @ self.b)

@@ -15,7 +15,7 @@ from torch.fx.graph import CodeGen
 
 from zbfx._torch import inductor
 from zbfx.graphs import Phase, copy_graph
-from zbfx.passes.accumulate import sealed
+from zbfx.passes.seal import sealed
 
 Boxed = Callable[[list[Any]], Any]
 

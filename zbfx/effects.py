@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch import fx
 
 from zbfx import _torch
 from zbfx.errors import TraceError
 from zbfx.refusals import UNKNOWN_LINE
+
+fx.has_side_effect(torch.ops.aten._assert_async.default)  # graphs keep the one with a message already
 
 
 def without_tokens(module: fx.GraphModule) -> fx.GraphModule:
