@@ -84,6 +84,39 @@ def other_calls(rank: int) -> dict[str, Any]:
     return results
 
 
+def other_arguments(rank: int) -> dict[str, Any]:
+    """Ranks that call the same with other numbers, of which each would make a wrong step without a word."""
+    history.COMPARE_S, history.POLL_S = COMPARE_S, 0.1
+    problem = mlp(3)
+    pipe = compiled(problem, 3, 3)
+    results: dict[str, Any] = {"seed": refusal(lambda: pipe.bind(seed=3 + rank % 2))}
+
+    step, batch = pipe.bind(seed=3), (*problem.inputs, *problem.targets)
+    step.count = 7 if rank == 1 else 0
+    results["count"] = refusal(lambda: step(*batch))
+
+    step, batch = ready(problem, pipe)
+    step.count = 7 if rank == 2 else 1
+    results["count, later"] = refusal(lambda: step(*batch))
+
+    step, batch = ready(problem, pipe)
+    inner = torch.optim.SGD(step.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (rank % 2))
+    results["max_norm"] = refusal(lambda: PostValidated(inner, step, max_norm=1.0 + rank // 2))
+    results["max_norm of one"] = refusal(lambda: PostValidated(inner, step, max_norm=1.0 if rank else None))
+    results["grad_scaler"] = refusal(lambda: PostValidated(inner, step, grad_scaler=scaler))
+    results["wrong on one"] = refusal(lambda: PostValidated(step if rank == 1 else inner, step))  # type: ignore[arg-type]
+    optimizer = PostValidated(inner, step, max_norm=1.0)
+    results["loss"] = float(step(*batch))
+
+    def divided() -> None:
+        optimizer.step(divide_by=2.0 if rank == 0 else 1.0)
+        optimizer.settle()
+
+    results["divide_by"] = refusal(divided)
+    return results
+
+
 def slow_ranks(rank: int) -> dict[str, Any]:
     """Ranks that make the same calls: one is slow to make them, one inside them, and all refuse a batch in between."""
     history.COMPARE_S, history.POLL_S = 0.2, 0.05
@@ -115,7 +148,11 @@ def halves(batch: Batch) -> list[tuple[Batch, dict[str, Any]]]:
     return [(pair, {}) for pair in zip(*(tensor.chunk(3) for tensor in batch), strict=True)]
 
 
-SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {"other-calls": other_calls, "slow-ranks": slow_ranks}
+SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "other-calls": other_calls,
+    "other-arguments": other_arguments,
+    "slow-ranks": slow_ranks,
+}
 
 
 if __name__ == "__main__":

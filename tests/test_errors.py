@@ -214,6 +214,13 @@ def test_loss_that_is_no_scalar() -> None:
     assert "shape (2, 8)" in message
 
 
+def test_loss_that_is_a_class() -> None:
+    message = refusal(replace(mlp(2), loss_fn=nn.MSELoss), ZbfxError)  # type: ignore[arg-type]
+    assert message == (
+        "loss_fn is an instance of a module, or a function; found the class MSELoss: call it to make an instance"
+    )
+
+
 @pytest.mark.parametrize("loss", [None, 3.0, {"loss": 1}])
 def test_loss_that_is_no_tensor(loss: Any) -> None:
     message = refusal(replace(mlp(2), loss_fn=lambda output, targets: loss), TraceError)

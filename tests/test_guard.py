@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.models import Problem, mlp, numbers, squares
 from tests.reference import assert_same, compiled, reference
-from zbfx import InputError, ZbfxError
+from zbfx import InputError, ZbfxError, check
 from zbfx.guard import Guard, Watch
 
 WIDTH = 6
@@ -288,6 +288,18 @@ def test_evaluation_where_no_gradients_are_asked_for(mode: Callable[[], Any]) ->
     with torch.no_grad():
         expected = [float(squares(case.model(case.inputs[0][:rows]))) for rows in (4, 2)]
     assert found == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_compiling_and_stepping_where_no_gradients_are_asked_for(mode: Callable[[], Any]) -> None:
+    case = problem()
+    expected = reference(case, 2)
+    with mode():
+        pipe = compiled(case, 2, 2, check=True)
+        assert check(pipe)
+        step = pipe.run_local()
+        loss = step(*case.inputs)
+    assert_same((loss, {name: p.grad for name, p in step.named_parameters()}), expected, 1e-6)
 
 
 class Derived(nn.Module):

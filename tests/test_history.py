@@ -1,6 +1,6 @@
 """Ranks that make different calls hear of it soon, ranks that are slow do not.
 
-Run: pytest tests/test_history.py (CPU; two launches of three processes, see tests/other_calls.py).
+Run: pytest tests/test_history.py (CPU; three launches of three processes, see tests/other_calls.py).
 """
 
 from __future__ import annotations
@@ -164,14 +164,14 @@ def other_calls(tmp_path_factory: pytest.TempPathFactory) -> Results:
 @pytest.mark.parametrize(
     ("case", "number", "rank", "own", "others"),
     [
-        ("step, evaluate", 3, 1, f"evaluate with {WHOLE}", f"step with {WHOLE}"),
-        ("evaluate, step", 3, 1, f"step with {WHOLE}", f"evaluate with {WHOLE}"),
-        ("new shapes", 3, 2, f"step with {SMALL}", f"step with {WHOLE}"),
-        ("known shapes", 4, 2, f"step with {WHOLE}", f"step with {SMALL}"),
-        ("one step fewer", 3, 0, CLOSE, f"step with {WHOLE}"),
-        ("one step fewer, late", 3, 0, CLOSE, f"step with {WHOLE}"),
-        ("profile", 3, 0, "profile", f"step with {WHOLE}"),
-        ("optimizer", 5, 1, f"step with {WHOLE}", "optimizer.step"),
+        ("step, evaluate", 3, 1, f"evaluate with {WHOLE}", f"step 2 with {WHOLE}"),
+        ("evaluate, step", 3, 1, f"step 2 with {WHOLE}", f"evaluate with {WHOLE}"),
+        ("new shapes", 3, 2, f"step 2 with {SMALL}", f"step 2 with {WHOLE}"),
+        ("known shapes", 4, 2, f"step 3 with {WHOLE}", f"step 3 with {SMALL}"),
+        ("one step fewer", 3, 0, CLOSE, f"step 2 with {WHOLE}"),
+        ("one step fewer, late", 3, 0, CLOSE, f"step 2 with {WHOLE}"),
+        ("profile", 3, 0, "profile", f"step 2 with {WHOLE}"),
+        ("optimizer", 5, 1, f"step 3 with {WHOLE}", "optimizer.step"),
     ],
 )
 def test_every_rank_hears_what_each_called(
@@ -198,7 +198,7 @@ def test_the_first_call_of_a_kind_is_compared_at_once(other_calls: Results) -> N
         assert found["first"]["type"] == "PipelineFault"
         assert found["first"]["text"] == (
             "ranks made different calls, but every rank makes the same calls in the same order, compile and evaluate "
-            "among them; found rank 0: call 1, step, rank 1: call 1, evaluate, rank 2: call 1, step"
+            "among them; found rank 0: call 1, step 1, rank 1: call 1, evaluate, rank 2: call 1, step 1"
         )
         assert found["first"]["seconds"] < SOON_S
 
@@ -207,6 +207,35 @@ def test_a_step_after_other_calls_says_so(other_calls: Results) -> None:
     for found in other_calls.values():
         assert "has failed before" in found["after"]["text"]
         assert f"{ALIKE} 3 of this pipeline" in found["after"]["text"]
+
+
+def test_ranks_that_call_the_same_with_other_numbers_hear_of_it(tmp_path_factory: pytest.TempPathFactory) -> None:
+    found = launch(3, "other-arguments", tmp_path_factory.mktemp("arguments"), {0, 1, 2}, module="tests.other_calls")
+    state = "'growth_factor': 2.0, 'backoff_factor': 0.5, 'growth_interval': 2000, '_growth_tracker': 0}"
+    at_once = {
+        "seed": "bind: all ranks pass the same arguments; found seed is 3 on rank 0, 4 on rank 1",
+        "max_norm": "PostValidated: all ranks pass the same arguments; found max_norm is 1.0 on rank 0, 2.0 on rank 2",
+        "max_norm of one": "PostValidated: all ranks pass the same arguments; found max_norm is None on rank 0, 1.0 on "
+        "rank 1",
+        "grad_scaler": "PostValidated: all ranks pass the same arguments; found grad_scaler is "
+        f"{{'scale': 1.0, {state} on rank 0, {{'scale': 2.0, {state} on rank 1",
+    }
+    for rank, results in found.items():
+        for case, text in at_once.items():
+            assert (results[case]["type"], results[case]["text"]) == ("ZbfxError", text)
+        wrong = "PostValidated wraps an optimizer of torch; found RankStep"
+        assert results["wrong on one"]["text"] == (wrong if rank == 1 else f"rank 1: {wrong}")
+        assert results["loss"] == found[0]["loss"] > 0.0
+        first = "found rank 0: call 1, step 1, rank 1: call 1, step 8, rank 2: call 1, step 1"
+        assert results["count"]["text"].endswith(first)
+        assert results["count, later"]["type"] == results["divide_by"]["type"] == "PipelineFault"
+        for k in ("count, later", "divide_by"):
+            assert results[k]["seconds"] < SOON_S
+        assert f"{ALIKE} 3 of this pipeline" in results["count, later"]["text"]
+        assert f"rank 2: step 8 with {WHOLE}" in results["count, later"]["text"]
+        assert f"step 2 with {WHOLE}" in results["count, later"]["text"]
+        assert "rank 0: optimizer.step of gradients divided by 2.0; rank " in results["divide_by"]["text"]
+        assert results["divide_by"]["text"].endswith(": optimizer.step")
 
 
 def test_slow_ranks_that_make_the_same_calls_do_not_differ(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.reference import assert_same
+from tests.worker import normed
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 120
@@ -202,6 +203,19 @@ def test_rank_and_number_of_processes_must_fit(four: Results) -> None:
 def test_a_closed_step_says_so(four: Results) -> None:
     for message in refusals(four, "closed", "ZbfxError"):
         assert message == "this step was closed; bind the pipeline again to go on"
+
+
+def test_training_resumes_from_what_all_ranks_saved(four: Results) -> None:
+    """In all bits, with buffers that forwards write, dropout and the optimizer's state."""
+    for rank, results in four.items():
+        found = results["resumed"]
+        assert found["resumed"] == found["whole"][2:] == four[0]["resumed"]["whole"][2:]
+        after = found["resumed, after"]
+        assert set(after) == {name for name, _ in normed().model.named_parameters() if name[0] == str(rank)} | {
+            f"{rank}.1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
+        }
+        assert all(torch.equal(after[name], wanted) for name, wanted in found["whole, after"].items())
+        assert after[f"{rank}.1.num_batches_tracked"] == 12
 
 
 def test_bad_batch_is_refused_before_anything_is_sent(four: Results) -> None:

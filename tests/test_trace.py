@@ -362,3 +362,33 @@ def test_inputs_that_others_made_are_refused() -> None:
     with torch.no_grad():
         made = encoder(numbers(4, WIDTH))
     step(made)
+
+
+class Masked(nn.Module):
+    """Layers of torch that, in plain PyTorch, look at the values of a mask to find out whether it is causal."""
+
+    def __init__(self, causal: bool, kept: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+        mask = nn.Transformer.generate_square_subsequent_mask(4)
+        self.register_buffer("mask", mask if causal else mask.T.contiguous())
+        self.kept = kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.get_buffer("mask") if self.kept else nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        output: Tensor = self.layers(x, x, src_mask=self.get_buffer("mask"), tgt_mask=mask)
+        return output
+
+
+@pytest.mark.parametrize(("causal", "kept"), [(True, False), (True, True), (False, True)])
+def test_masks_of_the_layers_of_torch(causal: bool, kept: bool) -> None:
+    with default_dtype(torch.float64):
+        problem = Problem(Masked(causal, kept), squares, (numbers(4, 4, 8),))
+        expected = reference(problem, 2)
+        pipe = compiled(problem, 2, 2)
+        assert_same(stepped(problem, pipe), expected, 1e-12)
+        with torch.no_grad():
+            plain = [float(squares(problem.model.eval()(rows))) for rows in problem.inputs[0].chunk(2)]
+        problem.model.train()
+        assert float(pipe.run_local().evaluate(*problem.inputs)) == pytest.approx(sum(plain) / 2, rel=1e-12)

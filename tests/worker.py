@@ -6,6 +6,7 @@ written to `<folder>/<rank>.pt`. No process outlives this one.
 
 from __future__ import annotations
 
+import copy
 import faulthandler
 import multiprocessing
 import os
@@ -62,12 +63,45 @@ def refusal(action: Callable[[], Any]) -> dict[str, Any]:
     return {"type": None, "text": "", "seconds": time.monotonic() - begun}
 
 
+def normed() -> Problem:
+    """A model whose every stage writes buffers and draws random numbers."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh()) for _ in range(4)]
+    return replace(mlp(3), model=nn.Sequential(*blocks))
+
+
+def resumed() -> dict[str, Any]:
+    """Four steps, and two of another model that starts from what all ranks together had after two."""
+    found: dict[str, Any] = {"whole": [], "resumed": []}
+    checkpoints: list[Any] = [None] * dist.get_world_size()
+    for part in ("whole", "resumed"):
+        problem = normed()
+        if part == "resumed":
+            torch.nn.init.zeros_(problem.model.get_parameter("0.0.weight"))  # nothing of it is left
+            problem.model.load_state_dict({name: t for own, _, _ in checkpoints for name, t in own.items()})
+        step = compiled(problem, 4, 3, cuts=["1", "2", "3"]).bind(seed=3)
+        optimizer = torch.optim.AdamW(step.parameters(), lr=1e-2)
+        if part == "resumed":
+            _, state, step.count = checkpoints[dist.get_rank()]
+            optimizer.load_state_dict(state)
+        while step.count < 4:
+            if part == "whole" and step.count == 2:
+                own = {name: t.detach().clone() for name, t in (*step.named_parameters(), *step.named_buffers())}
+                dist.all_gather_object(checkpoints, (own, copy.deepcopy(optimizer.state_dict()), step.count))
+            found[part].append(step(*problem.inputs, *problem.targets).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        found[f"{part}, after"] = {name: t.detach() for name, t in (*step.named_parameters(), *step.named_buffers())}
+    return found
+
+
 def four_ranks(rank: int) -> dict[str, Any]:
     """Training under three schedules, beside the same in one process; then every kind of refusal, a fault last."""
     results: dict[str, Any] = {}
     for schedule in ("gpipe", "1f1b", "zb-h1"):
         problem = gpt(5)
         results[schedule] = run(compiled(problem, 4, 5, schedule=schedule).bind(), problem, STEPS)
+    results["resumed"] = resumed()
     problem = gpt(5)
     pipe = compiled(problem, 4, 5)
     results["local"] = run(pipe.run_local(), problem, STEPS) if rank == 0 else None

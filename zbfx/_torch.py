@@ -14,6 +14,7 @@ _foreach_norm, _foreach_copy_       2.11.0, 2.13.0   one kernel for many tensors
 _set_mkldnn_enabled                 2.11.0, 2.13.0   backends.mkldnn.flags sets more, and warns of it
 reduce_scatter_single, ...          2.13.0           public, and called reduce_scatter_tensor in 2.11.0
 _c10d_functional.wait_tensor        2.11.0, 2.13.0   the end of a collective in a graph
+_detect_is_causal_mask              2.11.0, 2.13.0   nn.Transformer's look at a mask's values
 compile_fx, GmWrapper               2.11.0, 2.13.0   a graph compiled to a function that empties its argument, a list
 torch.compiler flags                2.11.0, 2.13.0   what `torch.compiler.is_exporting()` answers
 OpOverload.py_kernels, ...          2.11.0, 2.13.0   what runs in place of an operator under the tracer
@@ -63,6 +64,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
+from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
@@ -112,6 +114,7 @@ __all__ = [
     "waited",
     "with_effects",
     "without_fake_logs",
+    "without_looks_at_masks",
     "without_mkldnn",
 ]
 
@@ -130,6 +133,18 @@ def exporting() -> Iterator[None]:
         yield
     finally:
         flags._is_exporting_flag, flags._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def without_looks_at_masks() -> Iterator[None]:
+    """The layers of `nn.Transformer` take a mask as it is where nobody says that it is causal, and do not compare its
+    values: attention by such a mask is the same, if without the kernels for causal ones."""
+    before = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = before
 
 
 @contextlib.contextmanager
@@ -263,8 +278,9 @@ def group_store(group: dist.ProcessGroup) -> dist.Store:
 
 
 def foreach_norm(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The Euclidean norm of each tensor, in float64."""
-    return list(torch._foreach_norm(list(tensors), 2.0, dtype=torch.float64))
+    """The Euclidean norm of each tensor, complex ones too, in float64."""
+    real = [torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor for tensor in tensors]
+    return list(torch._foreach_norm(real, 2.0, dtype=torch.float64))
 
 
 def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

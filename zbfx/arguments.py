@@ -82,6 +82,8 @@ def checked_examples(
         raise ZbfxError(f"example_kwargs is a dict of the model's keyword arguments; found {kind_of(example_kwargs)}")
     if loss_fn is not None and not callable(loss_fn):
         raise ZbfxError(f"loss_fn is a function or module (outputs, *targets) -> scalar; found {kind_of(loss_fn)}")
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        raise ZbfxError(f"loss_fn is an instance of a module, or a function; found {kind_of(loss_fn)}")
     targets = example_targets if isinstance(example_targets, tuple) else (example_targets,)
     return tuple(example_inputs), dict(example_kwargs or {}), targets
 

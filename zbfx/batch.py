@@ -259,3 +259,10 @@ def path_name(path: Sequence[Any], input_count: int) -> str:
     position = index.idx
     owner = f"inputs[{position}]" if position < input_count else f"targets[{position - input_count}]"
     return owner + pytree.keystr(tuple(rest))
+
+
+def is_pair(value: Any) -> bool:
+    """Whether a value is (positional, keyword) arguments of a call."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        return False
+    return isinstance(value[0], tuple | list) and isinstance(value[1], Mapping)

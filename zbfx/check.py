@@ -65,6 +65,7 @@ class Report:
         return "\n".join([head, *map(str, self.findings)])
 
 
+@torch.inference_mode(mode=False)  # a forward there leaves nothing to differentiate
 def check(pipe: Pipeline, *, seed: int = 0, tolerance: float = 1e-6, floor: float = 1e-12) -> Report:
     """Run the joint graph of two microbatches, and the same through the stages' F, B and W apart, on random data.
 

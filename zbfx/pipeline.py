@@ -356,6 +356,7 @@ class Pipeline:
         asked = {
             "mesh": isinstance(rank_or_mesh, DeviceMesh),
             "timeout_s": timeout_s,
+            "seed": seed,
             "on_nonfinite": on_nonfinite,
             "on_new_shape": on_new_shape,
             "zero": zero,

@@ -22,6 +22,7 @@ from zbfx.plan import Schedule
 from zbfx.run import Tensors
 from zbfx.step import CLOSED, Batch, Step, StepOptions
 from zbfx.timeline import Profile, Recorder
+from zbfx.together import agreed
 from zbfx.variants import FORWARD
 from zbfx.verdict import problems
 
@@ -57,6 +58,16 @@ class RankStep(Step):
     def begin(self, call: str, *, batch: bool = False) -> None:
         self.refuse_ended()
         self.channels.history.begin(call, batch=batch)
+
+    def agreed(self, call: str, work: Callable[[], T], arguments: Mapping[str, object]) -> T:
+        self.begin(call)
+        names = self.channels.place.names()
+
+        def gather(own: Any) -> list[Any]:
+            return self.guarded(lambda: self.channels.gather(own))
+
+        found: T = agreed(call, work, arguments, gather, names)
+        return found
 
     def given(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = shapes
@@ -200,19 +211,23 @@ class RankStep(Step):
     def collect(self) -> None:
         """With ZeRO-1: give the model's parameters their values after the optimizer's step, on all ranks together. The
         next step does it by itself."""
-        self.refuse_ended()
-        if self.optimizer is not None:
-            self.optimizer.settle()
-        shards = self.engine.runners[0].shards
-        if shards is not None:
-            self.begin("collect")
-            self.guarded(lambda: [self.channels.join_shards(flat).wait() for flat in shards.flat.values()])
+        with self.alone():
+            self.refuse_ended()
+            if self.optimizer is not None:
+                self.optimizer.settle()
+            shards = self.engine.runners[0].shards
+            if shards is not None:
+                self.begin("collect")
+                self.guarded(lambda: [self.channels.join_shards(flat).wait() for flat in shards.flat.values()])
 
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
         """Run one step (its gradients count) and return the measured timeline of all ranks, on every rank."""
-        self.begin("profile")
-        self.begin("step", batch=True)
-        engine, rows = self.admit(partial(self.batch, args, kwargs))
+        with self.alone():
+            self.begin("profile")
+            self.begin(self.numbered, batch=True)
+            return self.profiled(*self.admit(partial(self.batch, args, kwargs)))
+
+    def profiled(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Profile:
         runner = engine.runners[0]
         recorder = runner.recorder = Recorder(engine.pipe.device)
         try:

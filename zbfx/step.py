@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from zbfx import rng
 from zbfx.arguments import checked_seed, kind_of
+from zbfx.batch import is_pair
 from zbfx.codegen import Program
 from zbfx.comm import LocalTransport, Mailbox, Transport
 from zbfx.engine import Engine, local_engine
@@ -74,6 +77,7 @@ class Step(ABC):
         self.count = 0
         self.optimizer: PostValidated | None = None
         self.fault: str | None = None  # why no further step can run
+        self.lock = threading.RLock()  # held by the thread that is inside a call
 
     @property
     def count(self) -> int:
@@ -98,9 +102,36 @@ class Step(ABC):
     def parameters(self) -> Iterator[nn.Parameter]:
         return iter(self.engine.parameters.values())
 
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers that this process's stages use. What forwards write, one rank alone writes: the copies that other
+        ranks have in the model stay as they were."""
+        names = {name for runner in self.engine.runners for name in runner.tensor_names}
+        named = self.engine.runners[0].tensors.named
+        return ((name, t) for name, t in named.items() if name in names and not isinstance(t, nn.Parameter))
+
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.begin("step", batch=True)
-        return self.train(*self.admit(partial(self.batch, args, kwargs)))
+        with self.alone():
+            self.begin(self.numbered, batch=True)
+            return self.train(*self.admit(partial(self.batch, args, kwargs)))
+
+    @property
+    def numbered(self) -> str:
+        """The next step among the calls of a rank: ranks whose `count` differs draw other random numbers."""
+        return f"step {self.count + 1}"
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Refuses calls that begin inside those of another thread: both would use the same connections and gradients.
+        Another rank might let such calls pass in another order, so they do not wait for each other either."""
+        if not self.lock.acquire(blocking=False):
+            raise ZbfxError(
+                "a thread is inside a call of this step, and another one calls it; expected one call after the other, "
+                "in the same order on every rank. Make all calls in one thread, or bind a pipeline for each"
+            )
+        try:
+            yield
+        finally:
+            self.lock.release()
 
     def batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         self.check_model()
@@ -110,8 +141,9 @@ class Step(ABC):
     def run_split(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Tensor:
         """One step from microbatches that are cut already: (positional, keyword) arguments of each, in a list like
         `[((inputs, targets), {}), ...]`."""
-        self.begin("step", batch=True)
-        return self.train(*self.admit(partial(self.split_batch, batches)))
+        with self.alone():
+            self.begin(self.numbered, batch=True)
+            return self.train(*self.admit(partial(self.split_batch, batches)))
 
     def split_batch(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Batch:
         if not isinstance(batches, Sequence) or isinstance(batches, str):
@@ -156,16 +188,17 @@ class Step(ABC):
         """The loss of a batch in eval mode: no gradients, no activations kept. The batch has any whole number of
         microbatches. Nothing of training moves on: what an evaluation draws at random, it draws for the next step's
         `count`, again each time."""
-        self.refuse_ended()
-        if self.optimizer is not None:
-            self.optimizer.settle()
-        self.begin("evaluate", batch=True)
-        engine, rows = self.admit(partial(self.evaluation_batch, args, kwargs))
-        trained = self.losses
-        with torch.no_grad(), torch.autocast(engine.pipe.device.type, enabled=False):
-            loss = self.run(engine, rows)
-        self.losses = trained
-        return loss
+        with self.alone():
+            self.refuse_ended()
+            if self.optimizer is not None:
+                self.optimizer.settle()
+            self.begin("evaluate", batch=True)
+            engine, rows = self.admit(partial(self.evaluation_batch, args, kwargs))
+            trained = self.losses
+            with torch.no_grad(), torch.autocast(engine.pipe.device.type, enabled=False):
+                loss = self.run(engine, rows)
+            self.losses = trained
+            return loss
 
     def evaluation_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         self.check_model(evaluation=True)
@@ -180,11 +213,12 @@ class Step(ABC):
 
     def close(self) -> None:
         """End the step: no call runs after it."""
-        if self.fault is None:
-            if self.optimizer is not None:
-                self.optimizer.settle()
-            self.let_go()
-            self.fault = CLOSED
+        with self.alone():
+            if self.fault is None:
+                if self.optimizer is not None:
+                    self.optimizer.settle()
+                self.let_go()
+                self.fault = CLOSED
 
     @abstractmethod
     def let_go(self) -> None:
@@ -248,6 +282,10 @@ class Step(ABC):
         """A call that every rank makes begins; `batch`: it will be said what it is given."""
 
     @abstractmethod
+    def agreed(self, call: str, work: Callable[[], T], arguments: Mapping[str, object]) -> T:
+        """Begin a call, and do `work` on every rank; what one refuses, all refuse, as they do arguments that differ."""
+
+    @abstractmethod
     def given(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """The shapes of the call's batch, by name."""
 
@@ -306,13 +344,6 @@ def with_data(engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Batch:
     return engine, rows
 
 
-def is_pair(value: Any) -> bool:
-    """Whether a value is (positional, keyword) arguments of a call."""
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        return False
-    return isinstance(value[0], tuple | list) and isinstance(value[1], Mapping)
-
-
 class LocalStep(Step):
     """All ranks of a pipeline in this process, one after the other as their messages allow: same results, no speed."""
 
@@ -325,6 +356,10 @@ class LocalStep(Step):
 
     def begin(self, call: str, *, batch: bool = False) -> None:
         """All ranks are here."""
+
+    def agreed(self, call: str, work: Callable[[], T], arguments: Mapping[str, object]) -> T:
+        """All ranks are here."""
+        return work()
 
     def given(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """All ranks are here."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -64,26 +65,38 @@ def on_all_ranks(what: str, work: Callable[[], Any], arguments: Mapping[str, obj
     """Do `work` on every process; what one refuses, all refuse, as they do arguments that differ."""
     if is_alone():
         return work()
+    names = [f"rank {rank}" for rank in range(dist.get_world_size())]
+    return agreed(what, work, arguments or {}, partial(exchange, what), names)
+
+
+def agreed(
+    what: str,
+    work: Callable[[], Any],
+    arguments: Mapping[str, object],
+    gather: Callable[[Any], list[Any]],
+    names: Sequence[str],
+) -> Any:
+    """The same among the processes of these names, whose values `gather` gives."""
     result, refusal = None, None
     try:
         result = work()
     except ZbfxError as error:
         refusal = error
-    own = {name: repr(value) for name, value in (arguments or {}).items()}
-    answers = exchange(what, (None if refusal is None else str(refusal), own))
-    refuse_other_arguments(what, [found for _, found in answers])
+    own = {name: repr(value) for name, value in arguments.items()}
+    answers = gather((None if refusal is None else str(refusal), own))
+    refuse_other_arguments(what, [found for _, found in answers], names)
     if refusal is not None:
         raise refusal
-    for rank, (text, _) in enumerate(answers):
+    for name, (text, _) in zip(names, answers, strict=True):
         if text is not None:
-            raise ZbfxError(f"rank {rank}: {text}")
+            raise ZbfxError(f"{name}: {text}")
     return result
 
 
-def refuse_other_arguments(what: str, found: Sequence[Mapping[str, str]]) -> None:
+def refuse_other_arguments(what: str, found: Sequence[Mapping[str, str]], names: Sequence[str]) -> None:
     """`found` are the arguments of each rank, as text."""
     different = [
-        f"{name} is {first} on rank 0, {other[name]} on rank {rank}"
+        f"{name} is {first} on {names[0]}, {other[name]} on {names[rank]}"
         for name, first in found[0].items()
         for rank, other in [next(((k, o) for k, o in enumerate(found) if o[name] != first), (0, None))]
         if other is not None

@@ -7,7 +7,9 @@ buffers, and the copy is traced.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +36,19 @@ class KeptTensors(Exception):
     """Tracing has failed, and the model has made tensors in the first pass that it may have found in the next."""
 
 
+TRACER = threading.RLock()
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """The tracer changes torch for the whole process while it runs: threads that compile take turns."""
+    with TRACER:
+        yield
+
+
 # A step may meet a new shape, and evaluate its first batch, where no gradients are asked for.
+@one_at_a_time()
+@_torch.without_looks_at_masks()
 @torch.inference_mode(mode=False)
 @torch.enable_grad()
 def trace(

@@ -228,6 +228,40 @@ def test_where_every_step_clips_and_where_none_does() -> None:
     assert same_bits(never, loud(4, torch.float32, 3, 12, max_norm=1e3, sync=True))
 
 
+class Rotated(nn.Module):
+    """A complex matrix between real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.turn = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((self.first(x).to(self.turn.dtype) @ self.turn).abs())
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e3])
+def test_complex_parameters(max_norm: float) -> None:
+    """Against plain autograd and torch.nn.utils.clip_grad_norm_."""
+    with default_dtype(torch.float64):
+        rows = (numbers(8, WIDTH),), (numbers(8, WIDTH, seed=2),)
+        problem, plain = (Problem(Rotated(), mean_squares, *rows) for _ in range(2))
+        found = train(problem, compiled(problem, 2, 4).run_local(), 4, max_norm=max_norm, rolled=False)
+        optimizer = adamw(plain.model.parameters())
+        norms = []
+        for _ in range(4):
+            for inputs, targets in zip(plain.inputs[0].chunk(4), plain.targets[0].chunk(4), strict=True):
+                (mean_squares(plain.model(inputs), targets) / 4).backward()
+            norms.append(float(nn.utils.clip_grad_norm_(plain.model.parameters(), max_norm)))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert found.norms == pytest.approx(norms[: len(found.norms)], rel=1e-12)
+    assert found.counts["clipped"] == (4 if max_norm == 0.5 else 0)
+    for name, parameter in plain.model.named_parameters():
+        assert (found.parameters[name] - parameter).abs().max() < 1e-10
+
+
 def test_clipping_equals_that_of_torch() -> None:
     """Against plain autograd and torch.nn.utils.clip_grad_norm_ in float64."""
     with default_dtype(torch.float64):

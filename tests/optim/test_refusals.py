@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +21,14 @@ from zbfx.optim import PostValidated
 def pipe() -> tuple[Problem, zbfx.Pipeline]:
     problem = mlp(3)
     return problem, compiled(problem, 2, 3)
+
+
+def test_copies(pipe: tuple[Problem, zbfx.Pipeline]) -> None:
+    step = pipe[1].run_local()
+    optimizer = PostValidated(adamw(step.parameters()), step)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(zbfx.ZbfxError, match=r"cannot be copied or pickled; save state_dict\(\)"):
+            copied(optimizer)
 
 
 def test_arguments(pipe: tuple[Problem, zbfx.Pipeline]) -> None:

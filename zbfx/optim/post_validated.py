@@ -20,7 +20,7 @@ from zbfx.optim.arguments import load_state, refuse_closures
 from zbfx.optim.inverse import Arithmetic, checked_rollback, obstacle_of
 from zbfx.optim.pending import PendingStep, hyperparameters, read
 from zbfx.optim.planned import OptimizerPlan, estimated, planned
-from zbfx.optim.scaler import checked_scaler, update_scale
+from zbfx.optim.scaler import checked_scaler, state_of, update_scale
 from zbfx.optim.state import Act, Layout, Rules, Verdict, gradient_norms
 from zbfx.optim.trained import Trained
 from zbfx.optim.undo import Undo
@@ -90,11 +90,21 @@ class PostValidated(torch.optim.Optimizer):
         sync: bool = False,
     ) -> None:
         # Not Optimizer.__init__: groups, state and hooks are the wrapped optimizer's (see __getattr__).
-        self.optimizer = checked_optimizer(optimizer, step)
-        self.target, self.sync = step, true_or_false("sync", sync)
-        self.rules = Rules.of(max_norm, check_finite)
-        self.rollback = checked_rollback(rollback, optimizer)
-        self.grad_scaler = checked_scaler(grad_scaler, check_finite, optimizer)
+        def checked() -> None:
+            self.optimizer = checked_optimizer(optimizer, step)
+            self.target, self.sync = step, true_or_false("sync", sync)
+            self.rules = Rules.of(max_norm, check_finite)
+            self.rollback = checked_rollback(rollback, optimizer)
+            self.grad_scaler = checked_scaler(grad_scaler, check_finite, optimizer)
+
+        asked = {
+            "max_norm": max_norm,
+            "check_finite": check_finite,
+            "grad_scaler": state_of(grad_scaler),
+            "rollback": rollback,
+            "sync": sync,
+        }
+        checked_step(step).agreed("PostValidated", checked, asked)
         self.pending: PendingStep | None = None
         self.verdict: Verdict | None = None
         self.counts = Counts()
@@ -119,7 +129,6 @@ class PostValidated(torch.optim.Optimizer):
             self.shares.append(Share(runner.rank, tuple(stepped), tuple(counted)))
         self.seen: dict[int, list[Any]] = {share.rank: [] for share in self.shares} if check_finite else {}
         self.zero: bool | None = None  # whether the zero_grad that waits sets gradients to None
-        step.begin("PostValidated")
         step.attach(self)
         step.engine.scale = self.scale
         self.runners: list[RankRunner] = []
@@ -177,11 +186,15 @@ class PostValidated(torch.optim.Optimizer):
         if closure is not None:
             raise ZbfxError("step takes no closure: a pipeline's step has computed the loss before")
         divisor = positive_number("divide_by", divide_by, "a finite number above 0")
-        self.settle()
-        self.target.begin("optimizer.step")
+        with self.target.alone():
+            self.settle()
+            self.step_on(divisor)
+
+    def step_on(self, divisor: float) -> None:
         scale = self.scale() * divisor
         if not 0.0 < scale < float("inf"):
-            raise ZbfxError(f"divide_by is a finite number above 0; found {divide_by!r} and a scale of {self.scale()}")
+            raise ZbfxError(f"divide_by is a finite number above 0; found {divisor!r} and a scale of {self.scale()}")
+        self.target.begin("optimizer.step" if scale == 1.0 else f"optimizer.step of gradients divided by {scale!r}")
         gradients = {name: self.parameters[name].grad for share in self.shares for name in share.names}
         if scale != 1.0:
             for gradient in gradients.values():
@@ -286,8 +299,9 @@ class PostValidated(torch.optim.Optimizer):
     def settle(self) -> None:
         """Learn the verdict on the last step and correct it, if that has not happened yet; every rank calls it."""
         if self.pending is not None:
-            self.target.begin("optimizer.settle")
-            self.learn()
+            with self.target.alone():
+                self.target.begin("optimizer.settle")
+                self.learn()
 
     def learn(self) -> None:
         """The same within another call."""
@@ -339,18 +353,31 @@ class PostValidated(torch.optim.Optimizer):
         self.settle()
         load_state(self.optimizer, state_dict)
 
+    def __reduce__(self) -> str:
+        raise ZbfxError(
+            "an optimizer of a pipeline's step holds connections and graphs, and cannot be copied or pickled; save "
+            "state_dict(), and load it into one that is made the same way"
+        )
+
+    def __deepcopy__(self, memo: object) -> PostValidated:
+        return self.__reduce__()  # type: ignore[return-value]
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ZbfxError("add groups to the optimizer before PostValidated wraps it")
 
 
-def checked_optimizer(optimizer: torch.optim.Optimizer, step: Step) -> torch.optim.Optimizer:
-    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, PostValidated):
-        raise ZbfxError(f"PostValidated wraps an optimizer of torch; found {type(optimizer).__name__}")
+def checked_step(step: Step) -> Step:
     if not isinstance(step, Step):
         raise ZbfxError(
             f"the second argument is the step whose parameters are optimized, from pipe.bind() or pipe.run_local(); "
             f"found {type(step).__name__}"
         )
+    return step
+
+
+def checked_optimizer(optimizer: torch.optim.Optimizer, step: Step) -> torch.optim.Optimizer:
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, PostValidated):
+        raise ZbfxError(f"PostValidated wraps an optimizer of torch; found {type(optimizer).__name__}")
     refuse_closures(optimizer)
     known = {id(tensor) for tensor in Trained.of(step).parameters.values()}
     strange = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])

@@ -25,6 +25,11 @@ def checked_scaler(
     return scaler
 
 
+def state_of(scaler: object) -> object:
+    """What of a scaler is the same on all ranks."""
+    return scaler.state_dict() if isinstance(scaler, torch.amp.GradScaler) else scaler
+
+
 def update_scale(scaler: torch.amp.GradScaler, *, overflow: bool) -> None:
     """Lower the scale after an overflow; raise it after enough steps without one."""
     state = scaler.state_dict()
