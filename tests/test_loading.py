@@ -15,9 +15,11 @@ from torch.utils._pytree import tree_map_only
 
 import zbfx
 from tests.live_bytes import LiveBytes, measured_peaks
+from zbfx._torch import inductor
 from zbfx.calls import PhaseCall
 from zbfx.engine import take_turns
 from zbfx.loading import load
+from zbfx.plan import Kind
 
 CPU = torch.device("cpu")
 PHASES = ("F0", "B0", "W0", "F1", "B1", "W1")
@@ -33,7 +35,17 @@ def counted(call: PhaseCall, counts: Counter[str]) -> Callable[[list[Any]], Any]
     return wrapper
 
 
-def test_every_phase_runs_once_and_leaves_everything_as_it_was() -> None:
+def load_all(step: Any, *batch: Tensor) -> None:
+    """Load every rank of a local step."""
+    pipe = step.engine.pipe
+    rows = pipe.signature.split(batch, {}, pipe.reduction.microbatches)
+    with torch.no_grad():
+        for runner in step.engine.runners:
+            runner.start(step.engine.loss_gradient)
+            load(runner, pipe.stages, step.engine.inputs(rows, runner, 0), 0, CPU)
+
+
+def test_a_step_is_rehearsed_and_leaves_everything_as_it_was() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)
@@ -55,28 +67,28 @@ def test_every_phase_runs_once_and_leaves_everything_as_it_was() -> None:
     counts: Counter[str] = Counter()
     for call in calls:
         call.run = counted(call, counts)
+    runs = [call.run for call in calls]
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     tensors |= {f"{name}.grad": p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(tensors) == 8 + 3 + 8
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     random = torch.get_rng_state()
-    for runner in step.engine.runners:
-        runner.start(step.engine.loss_gradient)
-        load(runner, pipe.stages, CPU)
-    assert counts == dict.fromkeys(PHASES, 1)
+    load_all(step, batch, targets)
+    assert counts == dict.fromkeys(PHASES, 2)
+    assert [call.run for call in calls] == runs
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
     assert torch.equal(torch.get_rng_state(), random)
 
 
 class Calls(TorchDispatchMode):
-    """What is called on tensors that hold anything: ops, with layouts and numbers."""
+    """What is called on tensors that hold anything: ops, with layouts, alignment and numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        described = tree_map_only(Tensor, lambda t: (t.shape, t.stride(), t.dtype), (args, kwargs))
+        described = tree_map_only(Tensor, lambda t: (t.shape, t.stride(), t.dtype, t.data_ptr() % 16), (args, kwargs))
         if torch.Tag.view_copy not in func.tags and not func.is_view and "empty" not in str(func):
             self.found.add(f"{func}{described}")
         return func(*args, **(kwargs or {}))
@@ -95,14 +107,28 @@ class Tied(nn.Module):
         return torch.dropout(self.inner(x.t()), 0.5, train=True) @ self.weight
 
 
+class Uneven(nn.Module):
+    """Sends a part of a value, whose reader gets it without gaps, and takes microbatches of odd sizes."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(features, 8), nn.Linear(3, features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(self.wide(x)[:, 2:5])
+
+
 @pytest.mark.parametrize("watched", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-2p", "zb-v", "interleaved-1f1b"])
-def test_a_step_calls_nothing_new(schedule: str, watched: bool) -> None:
+@pytest.mark.parametrize(("model", "features"), [(Tied, 6), (Uneven, 5)])
+def test_a_step_calls_nothing_new(
+    model: Callable[[int], nn.Module], features: int, schedule: str, watched: bool
+) -> None:
     """Whatever an op is called on in a step, it was called on the same before."""
     torch.manual_seed(0)
-    model, batch = Tied(6), torch.randn(8, 6)
+    batch = torch.randn(8, features)
     pipe = zbfx.compile(
-        model,
+        model(features),
         stages=2,
         microbatches=4,
         example_inputs=(batch[:2],),
@@ -115,10 +141,9 @@ def test_a_step_calls_nothing_new(schedule: str, watched: bool) -> None:
     with torch.no_grad():
         for runner in step.engine.runners:
             runner.watched = [] if watched else None
-            runner.start(torch.zeros(()))
-            with loaded:
-                load(runner, pipe.stages, CPU)
-            assert runner.watched == ([] if watched else None)
+        with loaded:
+            load_all(step, batch)
+        assert all(runner.watched == ([] if watched else None) for runner in step.engine.runners)
         with called:
             rows = [[row] for row in batch.chunk(4)]
             runs = [runner.run(step.engine.inputs(rows, runner, 0), 0) for runner in step.engine.runners]
@@ -129,55 +154,126 @@ def test_a_step_calls_nothing_new(schedule: str, watched: bool) -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_loading_holds_no_more_than_a_step(monkeypatch: pytest.MonkeyPatch, schedule: str, microbatches: int) -> None:
+def test_loading_holds_as_much_as_a_step(monkeypatch: pytest.MonkeyPatch, schedule: str, microbatches: int) -> None:
     """What is put back waits in the host's memory, which is the device's here; microbatches are no part of peaks."""
     monkeypatch.setattr("zbfx.loading.put_back", lambda tensors: nullcontext())
     torch.manual_seed(0)
     model, batch = nn.Sequential(nn.Linear(6, 64), Tied(64), nn.GELU(), nn.Linear(64, 6)), torch.randn(8, 6)
-    rows = batch.chunk(microbatches)
+    rows = [[row] for row in batch.chunk(microbatches)]
     pipe = zbfx.compile(
         model,
         stages=2,
         microbatches=microbatches,
-        example_inputs=rows[:1],
+        example_inputs=tuple(rows[0]),
         loss_fn=lambda output: output.square().mean(),
         schedule=schedule,
         check=False,
     )
-    peaks = [counter.peak for counter in measured_peaks(pipe, [[row] for row in rows])]
-    for runner, peak in zip(pipe.run_local().engine.runners, peaks, strict=True):
+    peaks = [counter.peak for counter in measured_peaks(pipe, rows)]
+    engine = pipe.run_local().engine
+    for runner, peak in zip(engine.runners, peaks, strict=True):
         runner.start(torch.zeros(()))
+        given = engine.inputs(rows, runner, 0)
         with LiveBytes() as counter:
-            load(runner, pipe.stages, CPU)
-        assert counter.peak - rows[0].nbytes <= peak, (runner.rank, counter.peak, peak)
+            load(runner, pipe.stages, given, 0, CPU)
+        assert counter.peak == peak, runner.rank
 
 
-def test_what_refuses_made_up_values_is_left_to_the_step() -> None:
-    class Inverse(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.eye(4))
+class Inverse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.linalg.inv(self.weight + x)
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.inv(self.weight * x)
 
-    model = nn.Sequential(nn.Linear(4, 4), Inverse(), nn.Linear(4, 4))
+
+def inverse_pipe(**options: Any) -> tuple[zbfx.Pipeline, Tensor]:
+    """The second stage inverts what comes from the first, and checks it: where it is made up, it is singular."""
+    first = nn.Linear(4, 4, bias=False)
+    with torch.no_grad():
+        first.weight.copy_(torch.eye(4))
     batch = torch.eye(4).expand(4, 4, 4).contiguous()
     pipe = zbfx.compile(
-        model,
+        nn.Sequential(first, Inverse(), nn.Linear(4, 4)),
         stages=2,
         microbatches=2,
         example_inputs=(batch[:2],),
         loss_fn=lambda output: output.square().mean(),
         schedule="1f1b",
+        cuts=["1"],
         check=False,
+        **options,
     )
+    return pipe, batch
+
+
+def test_what_refuses_made_up_values_is_left_to_the_step() -> None:
+    pipe, batch = inverse_pipe()
     step = pipe.run_local()
     expected = step(batch)
-    for runner in step.engine.runners:
-        runner.start(step.engine.loss_gradient)
-        load(runner, pipe.stages, CPU)
+    counts: Counter[str] = Counter()
+    calls = {call.phase.name: call for runner in step.engine.runners for call in runner.calls}
+
+    def refusing(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        def wrapper(box: list[Any]) -> Any:
+            run(box)
+            raise ValueError("made up")
+
+        return wrapper
+
+    whole = calls["F1"].run
+    calls["F1"].run = refusing(whole)
+    for name in ("B1", "W1"):
+        calls[name].run = counted(calls[name], counts)
+    load_all(step, batch)
+    assert counts == {"B1": 2, "W1": 2}
+    with pytest.raises(zbfx.PipelineFault, match="made up"):
+        step(batch)
+    calls["F1"].run = whole
     assert torch.equal(step(batch), expected)
+
+
+def test_a_device_without_room_is_not_left_to_the_step() -> None:
+    pipe, batch = inverse_pipe()
+    step = pipe.run_local()
+    expected = step(batch)
+    call = step.engine.runners[1].calls[0]
+
+    def full(box: list[Any]) -> Any:
+        raise torch.OutOfMemoryError("full")
+
+    whole, call.run = call.run, full
+    with pytest.raises(zbfx.PipelineFault, match="full"):
+        load_all(step, batch)
+    assert call.run is full
+    call.run = whole
+    assert torch.equal(step(batch), expected)
+
+
+def test_phases_with_checks_are_compiled_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are compiled once, with their checks, which made-up values need not pass."""
+    made: list[str] = []
+
+    def compiled(module: fx.GraphModule, box: list[Any]) -> Callable[[list[Any]], Any]:
+        made.append(type(module).__name__)
+        return inductor(module, box)
+
+    monkeypatch.setattr("zbfx.boxed.inductor", compiled)
+    pipe, batch = inverse_pipe(backend="inductor")
+    step = pipe.run_local()
+    names = []
+    for runner in step.engine.runners:
+        for call in runner.calls:
+            call.run = pipe.compiler(call.phase)
+            names.append(call.phase.name)
+    load_all(step, batch)
+    assert sorted(made) == sorted(names)
+    assert any("_linalg_check_errors" in node.name for node in pipe.stages[1].phases[Kind.F].module.graph.nodes)
+    step(batch)
+    assert len(made) == len(names)
+    with pytest.raises(zbfx.PipelineFault, match=r"F1\.0 .*singular"):
+        step(torch.zeros(4, 4, 4))
 
 
 @pytest.mark.parametrize("costs", ["measure", "estimate"])

@@ -109,9 +109,7 @@ class CapturedStep(RankStep):
         moved = engine.captured is not None and engine.captured.addresses != addresses
         starts = engine.captured is None or moved or runner.recorder is not None
         if starts:
-            if self.optimizer is not None and self.optimizer.pending is not None:
-                self.optimizer.learn()  # capturing binds the gradients anew
-            runner.pending = None
+            self.settle_first(runner)
             engine.captured = replace(self.capture(engine), addresses=addresses)
         captured: Capture = engine.captured
         if runner.recorder is not None:

@@ -19,7 +19,7 @@ from zbfx.errors import InputError, PipelineFault, ZbfxError
 from zbfx.history import CLOSE
 from zbfx.loading import load
 from zbfx.plan import Schedule
-from zbfx.run import Tensors
+from zbfx.run import RankRunner, Tensors
 from zbfx.step import CLOSED, Batch, Step, StepOptions
 from zbfx.timeline import Profile, Recorder
 from zbfx.together import agreed
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from zbfx.pipeline import Pipeline
 
 T = TypeVar("T")
+
+LOADS = ("cuda",)  # devices on which a first call may wait for all others
 
 
 class RankStep(Step):
@@ -239,13 +241,24 @@ class RankStep(Step):
 
     def execute(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         runner = engine.runners[0]
+        loads = engine.runs == 0 and engine.pipe.device.type in LOADS
+        if loads:
+            self.settle_first(runner)
         runner.start(engine.loss_gradient)
-        if engine.runs == 0 and engine.pipe.device.type == "cuda":
-            load(runner, engine.pipe.stages, engine.pipe.device)
+        if loads:
+            microbatches = engine.inputs(rows, runner, self.seed_of_step())
+            load(runner, engine.pipe.stages, microbatches, self.count, engine.pipe.device)
+            del microbatches
         if runner.recorder is not None:
             self.channels.barrier()
             runner.recorder.begin()
         return self.run_program(engine, rows)
+
+    def settle_first(self, runner: RankRunner) -> None:
+        """Settle the last optimizer step before a run in which its gradients are bound anew, and not within it."""
+        if self.optimizer is not None and self.optimizer.pending is not None:
+            self.optimizer.learn()
+        runner.pending = None
 
     def run_program(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         self.losses = engine.run(rows, self.seed_of_step(), self.count)

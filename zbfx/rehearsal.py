@@ -1,52 +1,44 @@
-"""A rank's program run once for what lies around its phases: messages are made up, and phases only hand out results."""
+"""A rank's program run once without other ranks: all that it calls, on what a step calls it on, in the memory that a
+step needs. What other ranks would send is made up."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zbfx import comm
-from zbfx.calls import BoundTensor, PhaseCall
+from zbfx.boxed import Boxed
+from zbfx.calls import PhaseCall
 from zbfx.graphs import Stage
-from zbfx.made_up import made_up, made_up_storage
+from zbfx.made_up import REFUSALS, made_up, made_up_storage, positive_inputs
 from zbfx.messages import Message
 from zbfx.run import RankRunner
 
 
-def rehearse(runner: RankRunner, stages: Sequence[Stage], device: torch.device) -> None:
-    """Run the program but for its look at an optimizer step: losses are combined, messages laid out, values watched and
-    gradients of several stages added up as in a step. The latter are all that it changes."""
-    transport = Rehearsal(runner.program.messages, device)
+def rehearse(
+    runner: RankRunner, stages: Sequence[Stage], microbatches: Sequence[comm.Microbatch], step: int, device: torch.device
+) -> None:
+    """Run the program on these microbatches, but for its look at an optimizer step. Writes gradients and buffers as a
+    step does."""
+    positive = taken_for_positive(runner.calls)
+    transport = Rehearsal(runner.transport, runner.program.messages, positive, device)
+    watched: list[Any] | None = None if runner.watched is None else []
     first, end = runner.program.verdict
-    _, *microbatches = runner.program.module.graph.find_nodes(op="placeholder")
-    with stand_ins(runner, stages, device), swapped(runner, transport=transport, recorder=None):
-        environment = runner.given([comm.Microbatch({}, 0) for _ in microbatches])
-        for positions in (range(first), range(end, len(runner.nodes))):
-            for wait in runner.execute(positions, environment, step=0):
-                raise AssertionError(f"nothing to wait for; found {wait}")
-
-
-@contextmanager
-def stand_ins(runner: RankRunner, stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
-    """Take the place of the phases, and of tensors that are not bound yet."""
     with ExitStack() as stack:
-        for module in runner.program.module.modules():
-            if isinstance(module, PhaseCall):
-                run = results_of(module, stages[module.phase.stage], device)
-                stack.enter_context(swapped(module, run=run, ports=[], accumulators=[]))
-            elif isinstance(module, BoundTensor) and module.tensor is None:
-                named = runner.tensors.named.get(getattr(module, "name", ""))
-                tensor = torch.zeros(0, device=device) if named is None else torch.zeros_like(named)
-                stack.enter_context(swapped(module, tensor=tensor))
-        if runner.watched is not None:
-            stack.enter_context(swapped(runner, watched=[]))
-        yield
+        stack.enter_context(swapped(runner, transport=transport, recorder=None, watched=watched))
+        for call in runner.calls:
+            stack.enter_context(swapped(call, run=attempted(call, stages[call.phase.stage], positive, device)))
+        environment = runner.given(microbatches)
+        for positions in (range(first), range(end, len(runner.nodes))):
+            for wait in runner.execute(positions, environment, step):
+                raise AssertionError(f"nothing to wait for; found {wait}")
 
 
 @contextmanager
@@ -62,66 +54,124 @@ def swapped(target: Any, **values: Any) -> Iterator[None]:
             setattr(target, name, value)
 
 
-def results_of(call: PhaseCall, stage: Stage, device: torch.device) -> Callable[[list[Any]], Sequence[Any]]:
-    """What a phase returns, made up: what others than its stage read, in the storages in which it would be, and the
-    loss."""
-    (returned,) = call.phase.module.graph.output_node().args
-    fakes: list[Tensor] = [node.meta["val"] for node in returned]  # type: ignore[union-attr]
-    storages: dict[str, list[int]] = defaultdict(list)
-    for index in call.packing:
-        if isinstance(index, int) and index < len(call.phase.results):
-            storages[stage.storages[call.phase.results[index]][0]].append(index)
+def taken_for_positive(calls: Iterable[PhaseCall]) -> set[str]:
+    """The values that phases take for probabilities or pivots, or make such of."""
+    found: set[str] = set()
+    for call in calls:
+        graph, first = call.phase.module.graph, len(call.phase.ports)
+        inputs = positive_inputs(graph.nodes)
+        nodes = graph.find_nodes(op="placeholder")[first:]
+        found |= {name for name, node in zip(call.phase.values, nodes, strict=False) if node in inputs}
+    return found
 
-    def run(box: list[Any]) -> Sequence[Any]:
-        results: list[Any] = [None] * len(call.phase.results)
+
+def attempted(call: PhaseCall, stage: Stage, positive: Collection[str], device: torch.device) -> Boxed:
+    """What the call runs, without checks of values; where made-up values make it raise, its results are made up. What
+    it has not come to is loaded by a step then."""
+    run, instead = call.run, results_of(call, stage, positive, device)
+
+    def attempt(box: list[Any]) -> Any:
+        try:
+            with Unchecked():
+                return run(box)
+        except torch.OutOfMemoryError:
+            raise
+        except REFUSALS:
+            return instead()
+
+    return attempt
+
+
+class Unchecked(TorchDispatchMode):
+    """Meanwhile operators that only check values, as torch.linalg does, let all pass. So one function, compiled with
+    its checks, serves here and in steps."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func._schema.returns and not func._schema.is_mutable:
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+def results_of(
+    call: PhaseCall, stage: Stage, positive: Collection[str], device: torch.device
+) -> Callable[[], list[Any]]:
+    """Makes up what a phase returns, in the storages in which it would be, and the loss."""
+    names = call.phase.results
+    storages: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        storages[stage.storages[name][0]].append(name)
+
+    def make() -> list[Any]:
+        made: dict[str, Tensor] = {}
         for members in storages.values():
-            size = stage.storages[call.phase.results[members[0]]][1]
-            for index, value in zip(members, made_up_storage([fakes[k] for k in members], size, device), strict=True):
-                results[index] = value
-        return [*results, *(made_up(loss, device) for loss in fakes[len(results) :])]
+            fakes, size = [stage.examples[name] for name in members], stage.storages[members[0]][1]
+            filled = any(name in positive for name in members)
+            made |= zip(members, made_up_storage(fakes, size, device, positive=filled), strict=True)
+        (returned,) = call.phase.module.graph.output_node().args
+        losses = [made_up(node.meta["val"], device) for node in returned[len(names) :]]  # type: ignore[index,union-attr]
+        return [*(made[name] for name in names), *losses]
 
-    return run
+    return make
 
 
 @dataclass
 class Rehearsal:
-    """A transport without other ranks: what is received is made up, what is sent is laid out and dropped."""
+    """A transport without other ranks: what is received is made up, and holds memory as soon as it is posted; what is
+    sent holds it until it is released. Sums over replicas are made, of gradients that nobody reads."""
 
+    real: comm.Transport
     messages: Mapping[str, Message]
+    positive: Collection[str]
     device: torch.device
     name: str = "rehearsal"
-    sent: Collection[str] = ()
+    posted: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    sent: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
 
-    def post(self, key: str) -> None: ...
+    def post(self, key: str) -> None:
+        message = self.messages[key]
+        self.posted[key] = tuple(
+            torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=self.device).fill_(
+                0.02 if layout.dtype.is_floating_point else int(name in self.positive)
+            )
+            for name, layout in zip(message.names, message.layouts, strict=True)
+        )
 
-    def posted_once(self, key: str) -> None: ...
+    def posted_once(self, key: str) -> None:
+        """For corrections of optimizer steps."""
+        raise AssertionError("nothing to correct")
 
     def ready(self, key: str) -> bool:
         return True
 
     def receive(self, key: str) -> tuple[Tensor, ...]:
-        return tuple(
-            torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=self.device).zero_()
-            for layout in self.messages[key].layouts
-        )
+        return self.posted.pop(key)
 
     def send(self, key: str, values: tuple[Tensor, ...]) -> None:
-        for value, layout in zip(values, self.messages[key].layouts, strict=True):
-            comm.laid_out(value, layout)
+        layouts = self.messages[key].layouts
+        self.sent[key] = tuple(comm.laid_out(value, layout) for value, layout in zip(values, layouts, strict=True))
 
-    def release(self, key: str) -> None: ...
+    def release(self, key: str) -> None:
+        del self.sent[key]
 
-    def reduce(self, key: str, gradients: Tensor) -> None: ...
+    def reduce(self, key: str, gradients: Tensor) -> None:
+        self.real.reduce(key, gradients)
 
-    def reduced(self, key: str) -> None: ...
+    def reduced(self, key: str) -> None:
+        self.real.reduced(key)
 
-    def gather(self, key: str, parameters: Tensor) -> None: ...
+    def gather(self, key: str, parameters: Tensor) -> None:
+        self.real.gather(key, parameters)
 
-    def gathered(self, key: str) -> None: ...
+    def gathered(self, key: str) -> None:
+        self.real.gathered(key)
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        self.sent.clear()
 
-    def drop(self) -> None: ...
+    def drop(self) -> None:
+        self.posted.clear()
+        self.sent.clear()
 
     def join(self) -> set[str]:
-        return set()
+        """For captured graphs."""
+        raise AssertionError("what is captured has been rehearsed")
