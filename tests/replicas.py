@@ -22,6 +22,7 @@ import zbfx
 from tests.models import Maker, Problem, gpt, gpt2, mlp
 from tests.reference import compiled, loss_of, relative_error, rescheduled
 from tests.worker import LIMIT_S, main, refusal, train
+from zbfx import rank_step
 from zbfx.arguments import placement_of
 from zbfx.optim import PostValidated
 from zbfx.schedule import names
@@ -242,6 +243,7 @@ def sweep(replicas: int, ranks: int, rank: int) -> dict[str, Any]:
 
 
 def small(rank: int) -> dict[str, Any]:
+    rank_step.LOADS = ("cpu",)
     prepared = pipelines(2, 2, gpt, ["gpipe", "1f1b", "zb-h1", "zb-h2", "v-min", "interleaved-1f1b"])
     return two_by_two(prepared | pipelines(2, 2, gpt2, ["zb-h1", "zb-v-order"]), rank)
 

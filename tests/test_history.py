@@ -5,9 +5,12 @@ Run: pytest tests/test_history.py (CPU; three launches of three processes, see t
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.distributed as dist
@@ -16,6 +19,9 @@ from tests.other_calls import COMPARE_S
 from tests.test_processes import Results, launch
 from zbfx import history
 from zbfx.history import CLOSE, KEPT, History
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
 
 ALIKE = (
     "ranks made different calls, but every rank makes the same calls in the same order, compile and evaluate among "
@@ -146,6 +152,41 @@ def test_ranks_that_close_and_end_do_not_differ(two: Ranks) -> None:
     assert two.store.get("call 1").decode() == f"rank 0: {CLOSE}"
     assert two.store.num_keys() == 1
     assert (other.told, two.reasons) == (1, [])
+
+
+def test_a_fork_that_ends_says_nothing(two: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, _ = two.ranks
+    first.begin("step")
+    monkeypatch.setattr("os.getpid", lambda: first.process + 1)
+    first.end()
+    assert two.store.num_keys() == 0
+    monkeypatch.undo()
+    first.end()
+    assert two.store.get("call 2").decode() == f"rank 0: {CLOSE}"
+
+
+def test_a_finalizer_may_close_inside_the_watch(two: Ranks) -> None:
+    """As where the thread that watches collects garbage in the middle of its own code."""
+    first, _ = two.ranks
+    ended = threading.Event()
+    events: list[str] = []
+
+    def collects(frame: FrameType, event: str, argument: Any) -> TraceFunction:
+        events.append(event)
+        if len(events) > 8:
+            first.close()
+        return collects
+
+    def watch() -> None:
+        sys.settrace(collects)
+        first.watch()
+        sys.settrace(None)
+        ended.set()
+
+    first.begin("step")
+    threading.Thread(target=watch, daemon=True).start()
+    assert ended.wait(10.0)
+    assert len(events) > 8
 
 
 def test_a_closed_history_says_nothing(two: Ranks) -> None:

@@ -16,7 +16,7 @@ reduce_scatter_single, ...          2.13.0           public, and called reduce_s
 _c10d_functional.wait_tensor        2.11.0, 2.13.0   the end of a collective in a graph
 _detect_is_causal_mask              2.11.0, 2.13.0   nn.Transformer's look at a mask's values
 compile_fx, GmWrapper               2.11.0, 2.13.0   a graph compiled to a function that empties its argument, a list
-_disable_current_modes              2.11.0, 2.13.0   modes see what is called while compiling, and change what is compiled
+_disable_current_modes              2.11.0, 2.13.0   modes that are on would change what is compiled
 torch.compiler flags                2.11.0, 2.13.0   what `torch.compiler.is_exporting()` answers
 OpOverload.py_kernels, ...          2.11.0, 2.13.0   what runs in place of an operator under the tracer
 ShapeEnv, ConstantSource            2.11.0, 2.13.0   sizes that are symbols, and what holds of them

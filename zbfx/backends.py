@@ -140,12 +140,16 @@ class CapturedStep(RankStep):
 
     def capture(self, engine: Engine) -> Capture:
         torch.cuda.synchronize()
-        engine.runners[0].start(engine.loss_gradient)
+        engine.captured = None  # two graphs would hold the memory of two steps
+        runner = engine.runners[0]
+        runner.start(engine.loss_gradient)
+        if runner.watched is not None:
+            runner.watched.clear()
         try:
-            if engine.runners[0].program.chain.validates:
+            if runner.program.chain.validates:
                 return self.capture_parts(engine)
             whole = self.part(lambda: self.run_program(engine, self.static_rows[id(engine)]))
-            return Capture(whole, engine.batch_loss)
+            return Capture(whole, engine.batch_loss, watched=tuple(runner.watched or ()))
         except RuntimeError as error:
             raise ZbfxError(
                 f"this step cannot be captured as a CUDA graph: {error}. Use backend='eager' or 'inductor'"
@@ -165,8 +169,6 @@ class CapturedStep(RankStep):
         """The prefix as a graph of its own, which may be replayed twice, and the rest. All that the prefix sends or has
         posted must have arrived at its end: a graph cannot wait for what another began."""
         runner = engine.runners[0]
-        if runner.watched is not None:
-            runner.watched.clear()
         environment: Environment = {}
         received: set[str] = set()
 

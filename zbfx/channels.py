@@ -358,7 +358,6 @@ def known_fault(store: dist.Store) -> str | None:
 
 def drained(lines: Collection[Line]) -> Callable[[], bool]:
     """Tells later, without asking the device, whether lines have done all that they have to do now."""
-    words = torch.zeros(len(lines), dtype=torch.int32, pin_memory=True)
-    for word, line in zip(words, lines, strict=True):
-        line.note(word)
-    return lambda: bool(words.all())
+    for line in lines:
+        line.note()
+    return lambda: all(bool(line.noted) for line in lines)

@@ -106,6 +106,7 @@ class Line:
         self.stream = torch.cuda.ExternalStream(int(self.handle), device)
         self.other = 0
         self.transfers = 0
+        self.noted = torch.zeros((), dtype=torch.int32, pin_memory=True)  # now: later that may wait for the device
 
     def connect(self, address: Address | None) -> bool:
         """Map the other end; whether this process can."""
@@ -139,9 +140,9 @@ class Line:
             self.transfers += 1
             return Arrival(self.stream.record_event(), self.device)
 
-    def note(self, word: Tensor) -> None:
-        """Write 1 into a word of pinned memory once the stream has come here."""
-        checked(driver.cuStreamWriteValue32(self.handle, word.data_ptr(), 1, 0))
+    def note(self) -> None:
+        """Make `noted` 1 once the stream has come here."""
+        checked(driver.cuStreamWriteValue32(self.handle, self.noted.data_ptr(), 1, 0))
 
     def disconnect(self) -> None:
         """Unmap the other end, which may be freed once its mapping is gone."""

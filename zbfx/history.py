@@ -7,6 +7,7 @@ must have called. What was called does not change any more: ranks that are slow,
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import zlib
@@ -50,7 +51,8 @@ class History:
         self.calls: deque[Call] = deque([Call(0, "bind")], KEPT)
         self.told = 0  # the number of the last call that the store knows
         self.begun_s, self.tag = 0.0, 0
-        self.closed = threading.Event()
+        self.closed = False  # set in finalizers, which may run inside any code: no lock
+        self.process = os.getpid()
 
     @property
     def place(self) -> str:
@@ -78,22 +80,24 @@ class History:
 
     def close(self) -> None:
         """Watch no longer."""
-        self.closed.set()
+        self.closed = True
 
     def end(self) -> None:
-        """Nothing more will be called here, as at the end of the process: others that go on hear of it."""
-        if not self.closed.is_set():
+        """Nothing more will be called here, as at the end of the process: others that go on hear of it. Forks of the
+        process, which may end before it, say nothing."""
+        if not self.closed and os.getpid() == self.process:
             self.close()
             self.put(Call(self.calls[-1].number + 1, CLOSE))
             self.difference()
 
     def watch(self) -> None:
-        while not self.closed.wait(POLL_S):
+        while not self.closed:
             if time.monotonic() - self.begun_s > COMPARE_S and (found := self.difference()) is not None:
                 differs = self.differs()
-                if differs is not None and not self.closed.is_set():
+                if differs is not None and not self.closed:
                     differs(found)
                 return
+            time.sleep(POLL_S)
 
     def difference(self) -> str | None:
         """Tell the other ranks of the calls that they do not know of; how theirs differ, if one has told before."""

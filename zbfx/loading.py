@@ -28,6 +28,7 @@ def load(
 ) -> None:
     """Rehearse the step on these microbatches, and put back as it was what that writes. Takes no more of the device's
     memory than a step does. Collective over the replicas of the rank."""
+    assert runner.pending is None, "gradients are bound before, and not once an optimizer step is settled"
     with undisturbed(device), torch.no_grad(), put_back(written(runner)):
         rehearse(runner, stages, microbatches, step, device)
 

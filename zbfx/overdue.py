@@ -69,7 +69,7 @@ class Overdue:
         self.name, self.timeout_s, self.allowed = name, timeout.total_seconds(), allowed
         self.done, self.fault, self.end = done, fault, end
         self.begun = 0
-        self.closed = threading.Event()
+        self.closed = False  # set in finalizers, which may run inside any code: no lock
 
     def begin(self) -> None:
         """The host begins a step."""
@@ -79,7 +79,7 @@ class Overdue:
 
     def close(self) -> None:
         """Watch no longer."""
-        self.closed.set()
+        self.closed = True
 
     def failed(self, reason: str, drained: Callable[[], bool]) -> None:
         """This process has failed: it ends unless its device is `drained` soon."""
@@ -89,14 +89,15 @@ class Overdue:
     def watch(self) -> None:
         moved = known = time.monotonic()
         seen = -1
-        while not self.closed.wait(POLL_S):
+        while not self.closed:
+            time.sleep(POLL_S)
             done, now = self.done(), time.monotonic()
             if done != seen or done >= self.begun:
                 seen, moved, known = done, now, now
                 continue
             fault = self.fault() if now - moved > GRACE_S else None
             known = now if fault is None else known
-            if self.closed.is_set():
+            if self.closed:
                 return
             if now - known > GRACE_S:
                 self.end(f"{self.name} ends, for its device waits for a rank that has failed. {fault}")

@@ -23,7 +23,11 @@ from zbfx.run import RankRunner
 
 
 def rehearse(
-    runner: RankRunner, stages: Sequence[Stage], microbatches: Sequence[comm.Microbatch], step: int, device: torch.device
+    runner: RankRunner,
+    stages: Sequence[Stage],
+    microbatches: Sequence[comm.Microbatch],
+    step: int,
+    device: torch.device,
 ) -> None:
     """Run the program on these microbatches, but for its look at an optimizer step. Writes gradients and buffers as a
     step does."""

@@ -269,6 +269,8 @@ class Step(ABC):
             self.engine = self.build(pipe)
             for old, new in zip(before.runners, self.engine.runners, strict=True):
                 new.continue_from(old)
+        # What is watched from now on is neither loaded nor captured; a graph would live as long as its engine's cycles.
+        before.captured, before.runs = None, 0
         self.others.clear()
 
     def validated(self, pipe: Pipeline) -> Pipeline:

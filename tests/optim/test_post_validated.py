@@ -347,6 +347,18 @@ def test_batches_of_other_shapes_between_a_step_and_its_verdict() -> None:
     assert found[False] == found[True]
 
 
+@pytest.mark.parametrize("sync", [True, False])
+def test_what_ran_without_the_optimizer_is_loaded_and_captured_anew(sync: bool) -> None:
+    """Its steps look at more values."""
+    problem = mlp(3)
+    step = compiled(problem, 2, 3).run_local()
+    before = step.engine
+    before.runs, before.captured = 3, object()
+    PostValidated(torch.optim.SGD(step.parameters()), step, sync=sync)
+    assert (step.engine is before) == sync
+    assert (step.engine.runs, step.engine.captured, before.captured) == (0, None, None)
+
+
 def test_gradients_accumulate_over_several_steps() -> None:
     """Also where nothing is cleared between the optimizer's steps: what was clipped stays clipped."""
     found: dict[bool, tuple[list[float], list[Tensor]]] = {}
