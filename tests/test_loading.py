@@ -251,6 +251,7 @@ def test_a_device_without_room_is_not_left_to_the_step() -> None:
     assert torch.equal(step(batch), expected)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="earlier tracers leave the checks out")
 def test_phases_with_checks_are_compiled_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are compiled once, with their checks, which made-up values need not pass."""
     made: list[str] = []

@@ -16,6 +16,7 @@ reduce_scatter_single, ...          2.13.0           public, and called reduce_s
 _c10d_functional.wait_tensor        2.11.0, 2.13.0   the end of a collective in a graph
 _detect_is_causal_mask              2.11.0, 2.13.0   nn.Transformer's look at a mask's values
 compile_fx, GmWrapper               2.11.0, 2.13.0   a graph compiled to a function that empties its argument, a list
+TorchDispatchMode                   2.11.0, 2.13.0   sees, and may change, what operators do
 _disable_current_modes              2.11.0, 2.13.0   modes that are on would change what is compiled
 torch.compiler flags                2.11.0, 2.13.0   what `torch.compiler.is_exporting()` answers
 OpOverload.py_kernels, ...          2.11.0, 2.13.0   what runs in place of an operator under the tracer
@@ -67,6 +68,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)

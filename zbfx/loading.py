@@ -51,6 +51,8 @@ def updated(call: PhaseCall) -> list[Tensor]:
 def put_back(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Give tensors the values that they have now when it is over, from the host's memory."""
     before = [(tensor, tensor.to("cpu", copy=True)) for tensor in tensors]
-    yield
-    for tensor, old in before:
-        tensor.copy_(old)
+    try:
+        yield
+    finally:
+        for tensor, old in before:
+            tensor.copy_(old)

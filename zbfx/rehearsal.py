@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zbfx import comm
+from zbfx._torch import TorchDispatchMode
 from zbfx.boxed import Boxed
 from zbfx.calls import PhaseCall
 from zbfx.graphs import Stage
