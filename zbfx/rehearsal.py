@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from zbfx._torch import TorchDispatchMode
 from zbfx.boxed import Boxed
 from zbfx.calls import PhaseCall
 from zbfx.graphs import Stage
-from zbfx.made_up import REFUSALS, made_up, made_up_storage, positive_inputs
+from zbfx.made_up import REFUSALS, is_check, made_up, made_up_storage, positive_inputs
 from zbfx.messages import Message
 from zbfx.run import RankRunner
 
@@ -73,10 +73,11 @@ def attempted(call: PhaseCall, stage: Stage, positive: Collection[str], device: 
     """What the call runs, without checks of values; where made-up values make it raise, its results are made up. What
     it has not come to is loaded by a step then."""
     run, instead = call.run, results_of(call, stage, positive, device)
+    checks = any(map(is_check, call.phase.module.graph.nodes))
 
     def attempt(box: list[Any]) -> Any:
         try:
-            with Unchecked():
+            with Unchecked() if checks else nullcontext():
                 return run(box)
         except torch.OutOfMemoryError:
             raise
