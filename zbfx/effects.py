@@ -15,7 +15,8 @@ from zbfx import _torch
 from zbfx.errors import TraceError
 from zbfx.refusals import UNKNOWN_LINE
 
-fx.has_side_effect(torch.ops.aten._assert_async.default)  # graphs keep the one with a message already
+aten = torch.ops.aten
+fx.has_side_effect(aten._assert_async.default)  # graphs keep the one with a message already
 
 
 def without_tokens(module: fx.GraphModule) -> fx.GraphModule:
