@@ -83,6 +83,21 @@ def test_dtype_that_only_real_kernels_refuse(dtype: torch.dtype, options: dict[s
     assert "model.to(dtype)" in message
 
 
+def test_layers_of_torch_alone_are_named_where_they_are_compiled() -> None:
+    """No line of the stack is the model's: neither are those of decorators."""
+    with pytest.raises(TraceError) as caught:
+        zbfx.compile(
+            nn.Sequential(nn.Linear(16, 10)),
+            stages=1,
+            microbatches=2,
+            example_inputs=(X.double(),),
+            example_targets=T,
+            loss_fn=nn.functional.cross_entropy,
+        )
+    assert f" at {__file__}:" in str(caught.value)
+    assert " in 0, and takes one dtype" in str(caught.value)
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind: Any, bidirectional: bool) -> None:
         super().__init__()

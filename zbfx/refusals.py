@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,8 @@ from torch import Tensor, fx, nn
 from zbfx import _torch
 from zbfx.errors import TraceError, first_line
 
-LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+WRAPPERS = (contextlib.__file__, functools.__file__)  # in the stack wherever code is decorated
+LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), *WRAPPERS)
 DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 CHECKS_OF_ARGUMENTS = ("__init__", "_validate_sample")
 UNKNOWN_LINE = "an unknown line"
