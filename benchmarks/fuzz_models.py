@@ -46,7 +46,7 @@ from zbfx.errors import ZbfxError
 from zbfx.plan import Action, CostTable, Kind
 from zbfx.schedule import plan
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
+TOLERANCE = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-4}
 # Steps that compute in float32: their rounding reaches every gradient of the model.
 IN_FLOAT32, FLOAT32_TOLERANCE = {"float32 linear", "through float32"}, 1e-5
 # A gradient this small beside the largest is zero but for rounding, and compared with the latter.
@@ -232,6 +232,11 @@ def tolerances(recipe: Recipe) -> Mapping[torch.dtype, float]:
     return {**TOLERANCE, DOUBLE: FLOAT32_TOLERANCE}
 
 
+def largest(tensor: Tensor) -> float:
+    """The largest entry's size; 0 where there is none."""
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
 def differences(
     found: Results,
     expected: Results,
@@ -243,7 +248,7 @@ def differences(
     if len(set(found.listed)) < len(found.listed) or not set(expected.listed) <= set(found.listed):
         return float("inf"), f"the step's parameters are {found.listed}; trained are {expected.listed}"
     worst = 0.0
-    present = [float(gradient.abs().max()) for gradient in expected.gradients.values() if gradient is not None]
+    present = [largest(gradient) for gradient in expected.gradients.values() if gradient is not None]
     floor = ROUNDING * max(present)
     all_found = {**found.gradients, **found.buffers, "loss": found.loss}
     for name, wanted in {**expected.gradients, **expected.buffers, "loss": expected.loss}.items():
@@ -252,11 +257,11 @@ def differences(
             if (wanted is None) != (have is None):
                 return float("inf"), f"{name}: {'no gradient' if have is None else 'a gradient where there is none'}"
             continue
-        difference = float((have - wanted).abs().max())
-        if noise and max(difference, float(wanted.abs().max())) <= 10 * noise.get(name, 0.0):
+        difference = largest(have - wanted)
+        if noise and max(difference, largest(wanted)) <= 10 * noise.get(name, 0.0):
             continue
-        error = difference / max(float(wanted.abs().max()), floor, 1e-30)
-        if wanted.dtype == DOUBLE:
+        error = difference / max(largest(wanted), floor, 1e-30)
+        if wanted.dtype in (DOUBLE, torch.complex128):
             worst = max(worst, error)
         if not error <= tolerance.get(wanted.dtype, 0.0):
             return error, f"{name}: relative difference {error:.3g}"
@@ -308,7 +313,7 @@ def noise_of(model: RandomModel, fuzzed: Fuzzed, expected: Results) -> dict[str,
         for name, gradient in expected.gradients.items():
             other = found.gradients[name]
             if gradient is not None and other is not None:
-                noise[name] = max(noise[name], float((other - gradient).abs().max()))
+                noise[name] = max(noise[name], largest(other - gradient))
     return dict(noise)
 
 

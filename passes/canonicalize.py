@@ -6,7 +6,8 @@
 3. A parameter's gradient is listed as its separate contributions, not as their sum: each then belongs to one stage.
 4. A fused backward node that computes an expensive gradient of both kinds becomes two nodes.
 5. Every output is computed: one that is an input gets a clone, as does a loss that keeps more memory than its own.
-   Nothing is computed that no output needs.
+   Nothing is computed that no output needs. What is written into a part of a tensor takes no more memory than that
+   tensor, whatever it is a view of; nor does a sum of patches (`fold`) keep that of the patches.
 6. Every node has a fake value; checks of values, which have no result, have None.
 7. What only holds for the strides that the tracer believed in holds for any: some operators (batch norm, the backward
    of a mean squared error) give other strides than their fake version says.
@@ -25,7 +26,7 @@ from torch import Tensor, fx
 from zbfx._torch import GRADIENT_ADDITION_MARK
 from zbfx.errors import TraceError
 from zbfx.graphs import Joint, Port, Role, copy_graph
-from zbfx.passes.nodes import expression, is_view
+from zbfx.passes.nodes import expression, is_view, storage_owner, value_bytes
 
 aten = torch.ops.aten
 
@@ -38,6 +39,9 @@ READ_AS_DENSE = {
     aten.native_group_norm.default: (0,),
     aten.native_group_norm_backward.default: (0, 1),
     aten.as_strided.default: (0,),
+    aten.as_strided_scatter.default: (0,),
+    aten.view_as_complex.default: (0,),
+    aten.view.dtype: (0,),
     aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 1, 2),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (0, 1, 2, 3),
     aten._scaled_dot_product_flash_attention.default: (0, 1, 2),
@@ -48,12 +52,21 @@ READ_AS_DENSE = {
 
 SLICES = (aten.slice.Tensor, aten.slice_backward.default)
 
-# Losses whose result keeps the memory of all terms that were summed up, as large as the first argument.
+# Ops whose result keeps memory as large as the first argument: losses that of all terms that were summed up.
 OVERSIZED = {
     aten.mse_loss.default,
     aten.smooth_l1_loss.default,
     aten.binary_cross_entropy.default,
     aten.soft_margin_loss.default,
+    aten.col2im.default,
+}
+
+# Ops that copy the whole memory which their first argument is a part of, gaps and all, and then write into the copy.
+WRITES_INTO_COPY = {
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+    aten.diagonal_scatter.default,
+    aten.copy.default,
 }
 
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
@@ -68,6 +81,7 @@ def canonicalize(joint: Joint) -> Joint:
         node.meta.setdefault("val", None)
     joint = replace(joint, graph=graph)
     remove_identities(graph)
+    trim_copies(joint)
     write_what_is_copied(joint)
     clone_passed_inputs(graph)
     clone_written_buffers(joint)
@@ -109,6 +123,44 @@ def same_sizes(one: Tensor, other: Tensor) -> bool:
     """Whether both have the same shape and strides, whatever numbers their symbols stand for."""
     sizes = [[expression(size) for size in (*tensor.shape, *tensor.stride())] for tensor in (one, other)]
     return sizes[0] == sizes[1]
+
+
+def trim_copies(joint: Joint) -> None:
+    """Copies of what is needed alone: of a view without the memory behind it, of a sum without its terms."""
+    graph = joint.graph
+    for node in graph.find_nodes(op="call_function", target=aten.col2im.default):
+        with graph.inserting_after(node):
+            clone = cloned(node, graph)
+        node.replace_all_uses_with(clone, delete_user_cb=lambda user, clone=clone: user is not clone)
+    inputs = {node for node, port in joint.input_ports().items() if port.role is Role.INPUT}  # parts of the batch
+    for node in [n for target in WRITES_INTO_COPY for n in graph.find_nodes(op="call_function", target=target)]:
+        whole, source = node.args[:2]
+        owner = storage_owner(whole)
+        if owner not in inputs and value_bytes(owner, expression) == value_bytes(whole, expression):
+            continue
+        if node.target is aten.copy.default and is_like(source, node):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+            continue
+        with graph.inserting_before(node):
+            clone = cloned(whole, graph)
+        node.update_arg(0, clone)
+        node.meta["val"] = clone.meta["val"].clone()
+
+
+def cloned(node: fx.Node, graph: fx.Graph) -> fx.Node:
+    clone = graph.call_function(aten.clone.default, (node,))
+    clone.meta = {**node.meta, "val": node.meta["val"].detach().clone()}
+    return clone
+
+
+def is_like(source: object, node: fx.Node) -> bool:
+    """Whether the source is a node whose value has the shape and the dtype of the other node's."""
+    if not isinstance(source, fx.Node):
+        return False
+    values = source.meta["val"], node.meta["val"]
+    shapes = [[expression(size) for size in value.shape] for value in values]
+    return shapes[0] == shapes[1] and values[0].dtype == values[1].dtype
 
 
 def write_what_is_copied(joint: Joint) -> None:

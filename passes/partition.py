@@ -92,21 +92,27 @@ def operations(joint: Joint, line: Line) -> list[tuple[str, set[str]]]:
     return [(str(node.target), names_read(node, line, ports)) for node in line.forward]
 
 
-def place_like(joint: Joint, owners: Mapping[str, frozenset[int]], stage_count: int) -> Placed:
+def place_like(
+    joint: Joint, owners: Mapping[str, frozenset[int]], stage_count: int, loss_stage: int | None = None
+) -> Placed:
     """Place a canonical joint graph by its parameters: each node in the earliest stage, not before that of the node
     ahead of it, that owns all parameters and buffers that it reads. What reads a buffer later than any of its owners,
     and writes none, reads a copy that an owner makes: where training writes a buffer, evaluation may only read it.
 
-    `owners` names the stages that own each. Raises `ZbfxError` if no such stage is left for a node.
+    `owners` names the stages that own each; the loss arises in `loss_stage`, or later. Raises `ZbfxError` if no such
+    stage is left for a node.
     """
     line = line_up(joint)
     ports = joint.input_ports()
+    losses = {v for v, p in zip(joint.output_values, joint.outputs, strict=True) if p.role is Role.LOSS}
     stage, stages = 0, list[int]()
     for node in line.forward:
+        if node in losses and loss_stage is not None:
+            stage = max(stage, loss_stage)
         for name in sorted(names_read(node, line, ports) & owners.keys()):
             later = [owner for owner in owners[name] if owner >= stage]
             if not later and (passing := passed_on(joint, name, line.forward[bisect_right(stages, max(owners[name]))])):
-                return place_like(passing, owners, stage_count)
+                return place_like(passing, owners, stage_count, loss_stage)
             if not later:
                 raise ZbfxError(
                     f"the model runs its parts in another order than when it was compiled: {name}, of stage "

@@ -193,3 +193,22 @@ class AttentionOfNormed(nn.Module):
 @pytest.mark.parametrize("stages", [1, 2])
 def test_attention_of_a_value_of_other_strides(stages: int) -> None:
     agree(Problem(AttentionOfNormed(), mean_squares, (numbers(4, 3, 4),), (numbers(4, 3, 4, seed=2),)), stages)
+
+
+class RotationOfNormed(nn.Module):
+    """Pairs of numbers, dense in memory, are taken for complex ones: of what a batch norm gave a transposed input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear, self.angles = nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Parameter(numbers(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(self.linear(x).transpose(1, 2)).transpose(1, 2)
+        pairs = normed.contiguous().unflatten(-1, (2, 2))  # which does nothing to strides that the tracer believes in
+        turned = torch.view_as_complex(pairs) * torch.polar(torch.ones(2), self.angles)
+        return self.linear(torch.view_as_real(turned).flatten(-2))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_complex_view_of_a_value_of_other_strides(stages: int) -> None:
+    agree(Problem(RotationOfNormed(), mean_squares, (numbers(4, 3, 4),), (numbers(4, 3, 4, seed=2),)), stages)

@@ -21,6 +21,7 @@ from tests.reference import assert_same, compiled, default_dtype, gradients, ref
 from zbfx import cost, variants
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Phase
+from zbfx.optim import PostValidated
 from zbfx.passes import partition
 from zbfx.sizes import Numbers
 from zbfx.step import LocalStep
@@ -328,6 +329,30 @@ def test_checkpointed_blocks_with_other_operations_stay_with_their_parameters(cu
     assert step.pipelines[1].shared_gradients == ()
     x = other.inputs[0]
     torch.testing.assert_close(step.evaluate(x), squares(problem.model(x)).detach(), rtol=1e-12, atol=0)
+
+
+class WithoutParameters(nn.Module):
+    """A last stage that owns nothing, and runs other operations on a single row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) if x.shape[0] > 1 else torch.sigmoid(x)
+
+
+@default_dtype(torch.float64)
+def test_the_loss_arises_where_it_did_for_every_shape() -> None:
+    """Where an optimizer step without a barrier expects it, although no parameter says so."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), WithoutParameters())
+    problem = Problem(model, squares, (numbers(6, WIDTH),))
+    step = compiled(problem, 2, 3, cuts=["1"]).run_local(on_new_shape="recompile")
+    optimizer = PostValidated(torch.optim.SGD(step.parameters(), lr=0.1), step, max_norm=0.1)
+    for rows in (6, 3, 6):
+        other = batch(problem, rows, WIDTH)
+        expected = reference(other, 3)
+        assert_same(stepped(step, other), expected, 1e-12)
+        optimizer.step()
+        optimizer.settle()
+    assert [pipe.loss_rank for pipe in step.pipelines] == [1, 1]
 
 
 @pytest.mark.parametrize("option", ["recompile", "symbolic"])

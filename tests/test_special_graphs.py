@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.live_bytes import measured_peaks
 from tests.models import Problem, mean_squares, numbers, squares
 from tests.reference import activations, assert_same, compiled, default_dtype, gradients, reference, stepped
 from zbfx import Kind, PipelineFault
@@ -49,6 +50,24 @@ def check(problem: Problem, stages: int, microbatches: int = 3, **options: Any) 
     expected = reference(problem, microbatches)
     pipe = compiled(problem, stages, microbatches, **options)
     assert_same(stepped(problem, pipe), expected, TOLERANCE)
+
+
+def written_view(self: Any, x: Tensor) -> Tensor:
+    """Parts of a product, and of one of its views, are written."""
+    h = x @ self.a
+    h[:, 1:3] *= 2.0
+    h[:, :4][:, 2:] = torch.tanh(h[:, 4:]) @ self.b[:2, :2]
+    h.t()[0].fill_(0.5)
+    return torch.tanh(h) @ self.c
+
+
+def written_input(self: Any, x: Tensor) -> Tensor:
+    return torch.slice_scatter(x, x[:, :2] @ self.a[:2, :2], 1, 4, 6) @ self.b
+
+
+def of_patches(self: Any, x: Tensor) -> Tensor:
+    patches = F.unfold((x @ self.a).view(-1, 1, 2, 3), 3, padding=1)
+    return torch.tanh(F.fold(patches, (2, 3), 3, padding=1)).flatten(1) @ self.b
 
 
 def three_times(self: Any, x: Tensor) -> Tensor:
@@ -94,6 +113,9 @@ BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "solve": lambda self, x: torch.tanh(torch.linalg.solve(self.a, (x @ self.c).T).T) @ self.b,
     "inverse": lambda self, x: torch.tanh(x @ torch.linalg.inv(self.a)) @ torch.linalg.inv(self.b),
     "eigenvalues": lambda self, x: torch.tanh(x @ self.b) * torch.linalg.eigvals(self.a).abs(),
+    "written view": written_view,
+    "written input": written_input,
+    "sum of patches": of_patches,
     "split sizes": lambda self, x: torch.cat((x @ self.a).split([1, 5], 1)[::-1], 1) @ self.b,
 }
 
@@ -102,6 +124,24 @@ BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
 def test_gradients_equal_autograd(body: Callable[[Any, Tensor], Tensor], stages: int) -> None:
     check(of(body), stages)
+
+
+LAID_OUT = {"expanded": lambda h: h.mean(1, keepdim=True).expand(h.shape), "real part": lambda h: torch.fft.fft(h).real}
+HELD = {name: BODIES[name] for name in ("written view", "written input", "sum of patches")} | {
+    f"loss of {name}": lambda self, x, change=change: F.mse_loss(change(x @ self.a), x) * torch.ones(1, 1)
+    for name, change in LAID_OUT.items()
+}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("body", HELD.values(), ids=HELD.keys())
+def test_writes_into_parts_hold_what_is_predicted(body: Callable[[Any, Tensor], Tensor], stages: int) -> None:
+    """The microbatches are parts of one tensor, which no step copies whole."""
+    problem = of(body)
+    pipe = compiled(problem, stages, 3)
+    rows = pipe.signature.split(problem.inputs, {}, 3)
+    peaks = [counter.peak for counter in measured_peaks(pipe, rows)]
+    assert [memory.highest.peak_bytes for memory in pipe.memory] == peaks
 
 
 def of_products(self: Any, x: Tensor) -> Tensor:

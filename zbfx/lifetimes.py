@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from zbfx._torch import same_storage
 from zbfx.graphs import Phase, Stage
 from zbfx.passes.canonicalize import OVERSIZED
-from zbfx.passes.nodes import is_view, tensors
+from zbfx.passes.nodes import is_view, tensors, value_bytes
 from zbfx.plan import Kind
 from zbfx.rng import seeded
 
@@ -63,8 +63,10 @@ def lifetimes(phase: Phase, granule: int = 1) -> Lifetimes:
             if shared is not NEW:
                 values[node] = shared
                 continue
-            made = tensors(fake(node.args[0] if node.target in OVERSIZED else node))
-            sizes = [rounded(storage_bytes(tensor), granule) for tensor in made]
+            terms: Any = node.args[0]
+            is_oversized = node.target in OVERSIZED
+            made = [value_bytes(terms)] if is_oversized else [storage_bytes(tensor) for tensor in tensors(fake(node))]
+            sizes = [rounded(size, granule) for size in made]
             slots = tuple(range(own, own + len(sizes)))
             own += len(sizes)
             born[index] = list(zip(slots, sizes, strict=True))

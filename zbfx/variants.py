@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zbfx import cost
 from zbfx.batch import Signature
+from zbfx.chain import loss_phase
 from zbfx.codegen import generate
 from zbfx.cost import Formulas
 from zbfx.errors import ZbfxError
@@ -183,7 +184,10 @@ def staged(pipe: Pipeline, raw: Joint, evaluation: bool) -> tuple[Stage, ...]:
     placement = pipe.schedule.costs.placement
     joint = canonicalize(forward_only(raw) if evaluation else raw)
     placed = place_same(joint, canonicalize(pipe.joint), [stage.start for stage in pipe.stages[1:]])
-    stages = extract(split(placed or place_like(joint, owners(pipe.stages), len(placement))))
+    if placed is None:
+        # Where the loss arises, the chain of an optimizer step without a barrier ends.
+        placed = place_like(joint, owners(pipe.stages), len(placement), loss_phase(pipe.stages).stage)
+    stages = extract(split(placed))
     refuse_moved_parameters(pipe.stages, stages, placement)
     return stages
 
