@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.live_bytes import measured_peaks
 from tests.models import Problem, mean_squares, numbers, squares
@@ -70,6 +72,15 @@ def of_patches(self: Any, x: Tensor) -> Tensor:
     return torch.tanh(F.fold(patches, (2, 3), 3, padding=1)).flatten(1) @ self.b
 
 
+def gradient_per_row(self: Any, x: Tensor) -> Tensor:
+    """What the model computes is a gradient itself, row by row, with a write in place on the way."""
+
+    def energy(row: Tensor) -> Tensor:
+        return torch.tanh((row @ self.a).mul_(2.0)).sum()
+
+    return torch.func.vmap(torch.func.grad(energy))(x) @ self.b
+
+
 def three_times(self: Any, x: Tensor) -> Tensor:
     for _ in range(3):
         x = torch.tanh(x @ self.a)
@@ -116,6 +127,7 @@ BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "written view": written_view,
     "written input": written_input,
     "sum of patches": of_patches,
+    "gradient per row": gradient_per_row,
     "split sizes": lambda self, x: torch.cat((x @ self.a).split([1, 5], 1)[::-1], 1) @ self.b,
 }
 
@@ -345,6 +357,29 @@ def test_buffers_are_updated_once_per_microbatch_in_order(
     for name, buffer in problem.model.named_buffers():
         torch.testing.assert_close(buffer, wanted[name], rtol=TOLERANCE, atol=0)
         assert buffer.dtype == wanted[name].dtype
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_checkpointed_parts_write_buffers_once(stages: int) -> None:
+    """As without the checkpoint; plain PyTorch writes in the backward once more."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.part, x, use_reentrant=False)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Checkpointed(), nn.Tanh(), Checkpointed())
+    plain = nn.Sequential(*(getattr(layer, "part", layer) for layer in copy.deepcopy(model)))
+    problem = Problem(model, squares, (numbers(6, WIDTH),))
+    expected = reference(replace(problem, model=plain), 3, plain)
+    loss, found = stepped(problem, compiled(problem, stages, 3))
+    assert_same((loss, {name.replace("part.", ""): g for name, g in found.items()}), expected, TOLERANCE)
+    for name, buffer in problem.model.named_buffers():
+        torch.testing.assert_close(buffer, plain.get_buffer(name.replace("part.", "")), rtol=TOLERANCE, atol=0)
 
 
 def test_frozen_batch_norm_in_evaluation_mode_keeps_its_statistics() -> None:

@@ -10,6 +10,7 @@ torch.utils._pytree                 2.11.0, 2.13.0   nested inputs to flat leave
 _saved_tensors_hooks_set_tracing    2.13.0           whether saved-tensor hooks rest while tracing
 "Unexpected fake", ...              2.11.0, 2.13.0   what the tracer says of fake tensors that are not its own
 FunctionalTensor                    2.11.0, 2.13.0   tensors whose in-place writes leave what is under them alone
+torch._C._functorch                 2.11.0, 2.13.0   what torch.func wraps tensors in
 _foreach_norm, _foreach_copy_       2.11.0, 2.13.0   one kernel for many tensors
 _set_mkldnn_enabled                 2.11.0, 2.13.0   backends.mkldnn.flags sets more, and warns of it
 reduce_scatter_single, ...          2.13.0           public, and called reduce_scatter_tensor in 2.11.0
@@ -39,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._C import DispatchKey
 from torch._C._autograd import _saved_tensors_hooks_set_tracing
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd.descriptors import (
@@ -114,6 +116,7 @@ __all__ = [
     "size_guards",
     "sum_shards",
     "symbolic_size",
+    "unwrapped",
     "wait_tensor",
     "waited",
     "with_effects",
@@ -194,6 +197,13 @@ def enable_saved_tensor_hooks(*_: object) -> None:
 def functional(tensor: Tensor) -> Tensor:
     """The tensor for code under the tracer: writes into it are values of the graph, and do not reach the tensor."""
     return FunctionalTensor.to_functional(tensor)
+
+
+def unwrapped(tensor: Any) -> Any:
+    """The tensor under what torch.func (vmap, grad) wraps it in, which does not show in its type."""
+    while isinstance(tensor, Tensor) and is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
 
 
 @contextlib.contextmanager

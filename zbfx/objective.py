@@ -170,7 +170,7 @@ class UserLines(TorchFunctionMode):
         if frame is not None:
             line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             fx.traceback.set_stack_trace([f"{line} in {self.modules[-1]}" if self.modules[-1] else line])
-            if writes(func) and type(args[0]) is Tensor:
+            if writes(func, args):
                 raise TraceError(
                     f"the model writes in place ({func.__name__}) into a tensor of shape {tuple(args[0].shape)} that "
                     f"it holds outside its parameters and buffers, at {line}: the write would be lost. Make it a "
@@ -194,7 +194,11 @@ class UserLines(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
-def writes(func: Any) -> bool:
-    """Whether a torch function changes its first argument: `add_`, `__iadd__`, `__setitem__`."""
+def writes(func: Any, args: Any) -> bool:
+    """Whether a torch function changes its first argument (`add_`, `__iadd__`, `__setitem__`), a tensor that the tracer
+    does not know. torch.func asks for gradients of what it wraps tensors in, which changes nothing."""
     name = str(getattr(func, "__name__", ""))
-    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
+    if not ((name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"):
+        return False
+    inner = _torch.unwrapped(args[0])
+    return type(inner) is Tensor and (inner is args[0] or func is not Tensor.requires_grad_)
