@@ -319,6 +319,24 @@ def loading(device: torch.device) -> dict[str, list[Tensor]]:
     return found
 
 
+def unwaited(device: torch.device) -> dict[str, list[Tensor]]:
+    """Losses by case of steps in a row in which PyTorch lets the host wait for the device nowhere."""
+    model, batch = model_and_batch(SMALL, MICROBATCHES * 2, device)
+    found: dict[str, list[Tensor]] = {}
+    for backend, transport in product(("eager", "cudagraph"), transports()):
+        step = compiled(model, batch, MICROBATCHES, schedule="zb-2p", backend=backend).bind(transport=transport)
+        optimizer = torch.optim.SGD(step.parameters(), lr=0.0)
+        losses = [step(*batch) for _ in range(3)]
+        torch.cuda.set_sync_debug_mode("error")
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            losses.append(step(*batch))
+        torch.cuda.set_sync_debug_mode("default")
+        found[f"{backend} {transport}"] = [loss.cpu() for loss in losses]
+        step.close()
+    return found
+
+
 def waits_once(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     waits = [torch.cuda.synchronize]
 
@@ -377,6 +395,7 @@ SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
     "failing": failing,
     "missing": missing,
     "loading": loading,
+    "unwaited": unwaited,
 }
 
 

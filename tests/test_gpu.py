@@ -84,6 +84,14 @@ def test_code_is_loaded_before_messages(tmp_path: Path, world: int) -> None:
     assert all(found == first for found in others)
 
 
+def test_steps_do_not_wait_for_the_device(tmp_path: Path) -> None:
+    first, other = launch(2, "unwaited", tmp_path)
+    losses = [loss for case in first.values() for loss in case]
+    assert len(losses) >= 12
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    assert other == first
+
+
 @two_gpus
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_hundred_steps(tmp_path: Path, backend: str) -> None:

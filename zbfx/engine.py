@@ -76,7 +76,7 @@ class Engine:
         if tokens is not None and self.channels and self.replicas > 1:
             tokens = tokens.to(self.pipe.device)
             self.channels.sum_over_replicas(tokens).wait()
-        self.weight.copy_(self.pipe.reduction.gradient(tokens, self.replicas))
+        self.pipe.reduction.weigh(self.weight, tokens, self.replicas)
         self.rescale()
 
     def rescale(self) -> None:

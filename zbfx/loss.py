@@ -43,11 +43,14 @@ class Reduction:
         """The count of a batch, a float64 scalar; `rows` are its microbatches' tensors. None: losses have no count."""
         return None if self.count is None else torch.stack([self.count(row).double() for row in rows]).sum()
 
-    def gradient(self, tokens: Tensor | None, replicas: int = 1) -> Tensor:
-        """The gradient of the batch's loss by each microbatch's loss; `tokens` counts the batches of all replicas."""
-        if tokens is not None:
-            return torch.where(tokens > 0, 1.0 / tokens, 0.0).to(self.dtype)
-        return torch.tensor(1.0 / (self.microbatches * replicas) if self.name == "mean" else 1.0, dtype=self.dtype)
+    def weigh(self, weight: Tensor, tokens: Tensor | None, replicas: int = 1) -> None:
+        """Make `weight` the gradient of the batch's loss by each microbatch's loss; `tokens` counts the batches of all
+        replicas. The host must not wait here: it would for the whole step before, and the device then for the launches
+        of this one."""
+        if tokens is None:
+            weight.fill_(1.0 / (self.microbatches * replicas) if self.name == "mean" else 1.0)
+        else:
+            weight.copy_(torch.where(tokens > 0, 1.0 / tokens, 0.0), non_blocking=True)
 
     def combine(self, losses: Sequence[Tensor], gradient: Tensor) -> Tensor:
         """The batch's loss, a scalar, from those of the microbatches of all replicas."""
