@@ -72,6 +72,15 @@ class Capture:
     addresses: tuple[int, ...] = ()  # of the parameters and buffers that it reads
 
 
+@dataclass(frozen=True)
+class Static:
+    """What the graphs of an engine read: a batch, and the rank's parameters and buffers, whose memory
+    `model.to(...)` there and back changes."""
+
+    rows: list[list[Tensor]]
+    tensors: list[Tensor]
+
+
 class CapturedStep(RankStep):
     """A step as one CUDA graph, or two where an optimizer step is validated between them.
 
@@ -85,8 +94,6 @@ class CapturedStep(RankStep):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.engine.runners[0].keep_gradients = True
-        self.static_rows: dict[int, list[list[Tensor]]] = {}
-        self.tensors_of: dict[int, list[Tensor]] = {}
 
     def build(self, pipe: Pipeline) -> Engine:
         engine = super().build(pipe)
@@ -100,12 +107,15 @@ class CapturedStep(RankStep):
             return super().execute(engine, rows)
         if engine.runs == 0:
             device = engine.pipe.device
-            self.static_rows[id(engine)] = [[tensor.to(device, copy=True) for tensor in row] for row in rows]
-            return super().execute(engine, self.static_rows[id(engine)])
-        for static_row, row in zip(self.static_rows[id(engine)], rows, strict=True):
+            engine.static = Static(
+                [[tensor.to(device, copy=True) for tensor in row] for row in rows],
+                [self.tensors.named[name] for name in sorted(runner.tensor_names)],
+            )
+            return super().execute(engine, engine.static.rows)
+        for static_row, row in zip(engine.static.rows, rows, strict=True):
             for static, tensor in zip(static_row, row, strict=True):
                 static.copy_(tensor, non_blocking=True)
-        addresses = tuple(map(Tensor.data_ptr, self.held(engine)))
+        addresses = tuple(map(Tensor.data_ptr, engine.static.tensors))
         moved = engine.captured is not None and engine.captured.addresses != addresses
         starts = engine.captured is None or moved or runner.recorder is not None
         if starts:
@@ -131,13 +141,6 @@ class CapturedStep(RankStep):
             runner.watched[:] = captured.watched
         return captured.loss.clone()
 
-    def held(self, engine: Engine) -> list[Tensor]:
-        """The parameters and buffers of this rank, whose memory `model.to(...)` there and back changes."""
-        if id(engine) not in self.tensors_of:
-            names = sorted(engine.runners[0].tensor_names)
-            self.tensors_of[id(engine)] = [self.tensors.named[name] for name in names]
-        return self.tensors_of[id(engine)]
-
     def capture(self, engine: Engine) -> Capture:
         torch.cuda.synchronize()
         engine.captured = None  # two graphs would hold the memory of two steps
@@ -148,7 +151,7 @@ class CapturedStep(RankStep):
         try:
             if runner.program.chain.validates:
                 return self.capture_parts(engine)
-            whole = self.part(lambda: self.run_program(engine, self.static_rows[id(engine)]))
+            whole = self.part(lambda: self.run_program(engine, engine.static.rows))
             return Capture(whole, engine.batch_loss, watched=tuple(runner.watched or ()))
         except RuntimeError as error:
             raise ZbfxError(
@@ -173,7 +176,7 @@ class CapturedStep(RankStep):
         received: set[str] = set()
 
         def warm_up() -> None:
-            environment.update(runner.given(engine.inputs(self.static_rows[id(engine)], runner, self.seed_of_step())))
+            environment.update(runner.given(engine.inputs(engine.static.rows, runner, self.seed_of_step())))
             finished(runner.warm_up(environment, self.count))
             received.update(runner.transport.join())
 

@@ -25,7 +25,8 @@ T = TypeVar("T")
 class Engine:
     """The runners of the ranks in this process. `weight` is the gradient of the batch's loss by a microbatch's, and
     `loss_gradient`, which every backward starts from, `scale()` times that: both are rewritten before each run.
-    `channels` lead to the other ranks and replicas, if any; `captured` belongs to the backend; `runs` counts."""
+    `channels` lead to the other ranks and replicas, if any; `static` and `captured` belong to the backend; `runs`
+    counts."""
 
     pipe: Pipeline
     runners: Sequence[RankRunner]
@@ -33,6 +34,7 @@ class Engine:
     loss_gradient: Tensor
     channels: Channels | None = None
     scale: Callable[[], float] = lambda: 1.0
+    static: Any = None
     captured: Any = None
     runs: int = 0
 
