@@ -320,19 +320,23 @@ def loading(device: torch.device) -> dict[str, list[Tensor]]:
 
 
 def unwaited(device: torch.device) -> dict[str, list[Tensor]]:
-    """Losses by case of steps in a row in which PyTorch lets the host wait for the device nowhere."""
+    """Losses by case of steps in a row in which PyTorch lets the host wait for the device nowhere. Batches in the
+    host's memory are gone once a step is called."""
     model, batch = model_and_batch(SMALL, MICROBATCHES * 2, device)
     found: dict[str, list[Tensor]] = {}
-    for backend, transport in product(("eager", "cudagraph"), transports()):
+    for backend, transport, place in product(("eager", "cudagraph"), transports(), ("cuda", "cpu", "pinned")):
         step = compiled(model, batch, MICROBATCHES, schedule="zb-2p", backend=backend).bind(transport=transport)
         optimizer = torch.optim.SGD(step.parameters(), lr=0.0)
         losses = [step(*batch) for _ in range(3)]
+        given = [[t.cpu() if place == "cpu" else t.cpu().pin_memory() for t in batch] for _ in range(3)]
         torch.cuda.set_sync_debug_mode("error")
-        for _ in range(3):
+        for host in given:
             optimizer.zero_grad(set_to_none=False)
-            losses.append(step(*batch))
+            losses.append(step(*(batch if place == "cuda" else host)))
+            for tensor in host:
+                tensor.zero_()
         torch.cuda.set_sync_debug_mode("default")
-        found[f"{backend} {transport}"] = [loss.cpu() for loss in losses]
+        found[f"{backend} {transport} {place}"] = [loss.cpu() for loss in losses]
         step.close()
     return found
 

@@ -87,7 +87,7 @@ def test_code_is_loaded_before_messages(tmp_path: Path, world: int) -> None:
 def test_steps_do_not_wait_for_the_device(tmp_path: Path) -> None:
     first, other = launch(2, "unwaited", tmp_path)
     losses = [loss for case in first.values() for loss in case]
-    assert len(losses) >= 12
+    assert len(losses) >= 36
     assert all(torch.equal(loss, losses[0]) for loss in losses)
     assert other == first
 

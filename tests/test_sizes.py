@@ -21,10 +21,10 @@ from tests.reference import assert_same, compiled, default_dtype, gradients, ref
 from zbfx import cost, variants
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Phase
+from zbfx.local_step import LocalStep
 from zbfx.optim import PostValidated
 from zbfx.passes import partition
 from zbfx.sizes import Numbers
-from zbfx.step import LocalStep
 from zbfx.trace import trace
 
 WIDTH = 8

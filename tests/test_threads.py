@@ -16,8 +16,8 @@ import torch
 import zbfx
 from tests.models import Problem, gpt, mlp
 from tests.reference import assert_same, compiled, default_dtype, reference, stepped
+from zbfx.local_step import LocalStep
 from zbfx.optim import PostValidated
-from zbfx.step import LocalStep
 
 
 def elsewhere(action: Callable[[], Any]) -> BaseException | None:

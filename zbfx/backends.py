@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from zbfx.batch import on_device
 from zbfx.copies import Line
 from zbfx.engine import Engine, take_turns
 from zbfx.errors import ZbfxError
@@ -114,7 +115,7 @@ class CapturedStep(RankStep):
             return super().execute(engine, engine.static.rows)
         for static_row, row in zip(engine.static.rows, rows, strict=True):
             for static, tensor in zip(static_row, row, strict=True):
-                static.copy_(tensor, non_blocking=True)
+                static.copy_(on_device(tensor, static.device))
         addresses = tuple(map(Tensor.data_ptr, engine.static.tensors))
         moved = engine.captured is not None and engine.captured.addresses != addresses
         starts = engine.captured is None or moved or runner.recorder is not None

@@ -212,6 +212,14 @@ def batch_hashes(names: Sequence[str], rows: Sequence[Sequence[Tensor]]) -> dict
     return {name: hashes for name, hashes in found.items() if hashes}
 
 
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device, for which the host need not wait: from pinned memory of ours, as the caller may change
+    what is his at once."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    return tensor.to(device, non_blocking=True)
+
+
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     """The tensor's strides where they fill its memory; otherwise (expanded, sliced) contiguous ones."""
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zbfx import comm, rng
+from zbfx.batch import on_device
 from zbfx.channels import Channels
 from zbfx.codegen import Program
 from zbfx.reductions import RankReductions
@@ -76,7 +77,7 @@ class Engine:
         named = [dict(zip(names, row, strict=True)) for row in rows]
         tokens = self.pipe.reduction.tokens(named)
         if tokens is not None and self.channels and self.replicas > 1:
-            tokens = tokens.to(self.pipe.device)
+            tokens = on_device(tokens, self.pipe.device)
             self.channels.sum_over_replicas(tokens).wait()
         self.pipe.reduction.weigh(self.weight, tokens, self.replicas)
         self.rescale()
@@ -96,7 +97,11 @@ class Engine:
         first = self.replica * len(rows)  # random numbers are those of one process with the batches of all replicas
         return [
             comm.Microbatch(
-                {s.name: comm.laid_out(t.to(device), s) for s, t in zip(specs, row, strict=True) if s.name in names},
+                {
+                    s.name: comm.laid_out(on_device(t, device), s)
+                    for s, t in zip(specs, row, strict=True)
+                    if s.name in names
+                },
                 rng.mix(seed, first + index),
             )
             for index, row in enumerate(rows)

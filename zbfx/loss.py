@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from zbfx.batch import on_device
 from zbfx.errors import TraceError, ZbfxError
 from zbfx.graphs import Joint, Role, TokenCount, copy_graph
 
@@ -50,7 +51,7 @@ class Reduction:
         if tokens is None:
             weight.fill_(1.0 / (self.microbatches * replicas) if self.name == "mean" else 1.0)
         else:
-            weight.copy_(torch.where(tokens > 0, 1.0 / tokens, 0.0), non_blocking=True)
+            weight.copy_(on_device(torch.where(tokens > 0, 1.0 / tokens, 0.0), weight.device))
 
     def combine(self, losses: Sequence[Tensor], gradient: Tensor) -> Tensor:
         """The batch's loss, a scalar, from those of the microbatches of all replicas."""

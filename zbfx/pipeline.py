@@ -46,6 +46,7 @@ from zbfx.flat import Shards
 from zbfx.graphs import Joint, Stage
 from zbfx.guard import Guard
 from zbfx.links import measured_link
+from zbfx.local_step import LocalStep
 from zbfx.loss import Reduction, separate_count
 from zbfx.memory import ADAM_SLOTS, MemoryReport, Predictor, RankMemory, Setting, free_bytes
 from zbfx.messages import SharedGradient, buffer_holders, messages_of, parameter_holders, shared_gradients
@@ -58,7 +59,7 @@ from zbfx.reductions import RankReductions
 from zbfx.replicas import replicated, sharded
 from zbfx.run import Tensors
 from zbfx.selfcheck import checked_choice, checked_pipeline
-from zbfx.step import LocalStep, StepOptions
+from zbfx.step import StepOptions
 from zbfx.tensor_parallel import local_parts, refuse_measuring
 from zbfx.together import on_all_ranks, waiting
 from zbfx.trace import canonical_names, named_tensors, trace

@@ -17,13 +17,13 @@ from zbfx import rng
 from zbfx.arguments import checked_seed, kind_of
 from zbfx.batch import is_pair
 from zbfx.codegen import Program
-from zbfx.comm import LocalTransport, Mailbox, Transport
-from zbfx.engine import Engine, local_engine
+from zbfx.comm import Transport
+from zbfx.engine import Engine
 from zbfx.errors import InputError, NonFiniteStep, PipelineFault, ZbfxError
 from zbfx.guard import Watch
 from zbfx.plan import Schedule
 from zbfx.variants import Variants
-from zbfx.verdict import checked_choice, problems, settle, snapshot
+from zbfx.verdict import checked_choice, settle, snapshot
 
 if TYPE_CHECKING:
     from zbfx.optim import PostValidated
@@ -344,62 +344,3 @@ def with_data(engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Batch:
             if tensor.is_meta and spec.name in read:
                 raise InputError(f"{spec.name}: expected a tensor with data, found one on the meta device")
     return engine, rows
-
-
-class LocalStep(Step):
-    """All ranks of a pipeline in this process, one after the other as their messages allow: same results, no speed."""
-
-    def __init__(self, engine: Engine, options: StepOptions, mailbox: Mailbox) -> None:
-        super().__init__(engine, options)
-        self.mailbox = mailbox
-
-    def let_go(self) -> None:
-        self.others.clear()
-
-    def begin(self, call: str, *, batch: bool = False) -> None:
-        """All ranks are here."""
-
-    def agreed(self, call: str, work: Callable[[], T], arguments: Mapping[str, object]) -> T:
-        """All ranks are here."""
-        return work()
-
-    def given(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """All ranks are here."""
-
-    def plan(self, find: Callable[[Any], Schedule]) -> Schedule:
-        return find(self.engine.pipe.request)
-
-    def build(self, pipe: Pipeline) -> Engine:
-        return local_engine(pipe, self.engine.runners[0].tensors.of(pipe.joint), self.mailbox)
-
-    def run(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
-        engine.weigh(rows)
-        for runner in engine.runners:
-            runner.start(engine.loss_gradient)
-        self.losses = self.guarded(lambda: engine.run(rows, self.seed_of_step(), self.count))
-        for runner in engine.runners:
-            runner.finish_gradients()
-        return engine.batch_loss
-
-    def guarded(self, work: Callable[[], T], engine: Engine | None = None) -> T:
-        """After a failure nothing is on its way: the step can be called again."""
-        try:
-            return work()
-        except BaseException:
-            engines = (self.engine, *self.others.values())
-            for runner in [r for e in engines for r in e.runners] + (self.optimizer.runners if self.optimizer else []):
-                runner.transport.drop()
-            raise
-
-    def transports(self, programs: Sequence[Program], pairs: Collection[tuple[int, int]]) -> list[Transport]:
-        return [LocalTransport(f"rank {program.rank}", program.messages, self.mailbox) for program in programs]
-
-    def add_up(self, state: Tensor) -> None:
-        """All ranks are here."""
-
-    def everywhere(self, value: Any) -> list[Any]:
-        return [value]
-
-    def problems(self, engine: Engine) -> list[str]:
-        found = problems("this process", self.losses, {})
-        return found + [bad for r in engine.runners for bad in problems(f"rank {r.rank}", (), r.parameters)]

@@ -18,9 +18,9 @@ from tests.cases.common import TOLERANCE, WIDTH, layers
 from tests.models import Problem, numbers, squares
 from tests.reference import assert_same, compiled, reference, stepped
 from zbfx import NoFeasibleSchedule, ZbfxError
+from zbfx.local_step import LocalStep
 from zbfx.plan import CostTable, Edge, StageCost
 from zbfx.schedule import check, plan
-from zbfx.step import LocalStep
 
 pytestmark = pytest.mark.h
 

@@ -15,6 +15,7 @@ from zbfx.codegen import optimizer_program
 from zbfx.cost import hardware_of
 from zbfx.engine import take_turns
 from zbfx.errors import ZbfxError
+from zbfx.local_step import LocalStep
 from zbfx.messages import messages_of
 from zbfx.optim.arguments import load_state, refuse_closures
 from zbfx.optim.inverse import Arithmetic, checked_rollback, obstacle_of
@@ -25,7 +26,7 @@ from zbfx.optim.state import Act, Layout, Rules, Verdict, gradient_norms
 from zbfx.optim.trained import Trained
 from zbfx.optim.undo import Undo
 from zbfx.run import RankRunner
-from zbfx.step import LocalStep, Step
+from zbfx.step import Step
 
 WITH_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
