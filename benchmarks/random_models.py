@@ -79,6 +79,59 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(queries[:, None], keys[:, None], values[:, None], is_causal=True)[:, 0]
 
 
+class Rotated(nn.Module):
+    """Pairs of numbers, taken for complex ones and turned by an angle for each position and pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angles = nn.Parameter(torch.randn(LENGTH, WIDTH // 2, dtype=DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(self.angles), self.angles)).flatten(-2)
+
+
+class Filter(nn.Module):
+    """Multiplies the spectrum of every row by complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.ifft(torch.fft.fft(x) * self.weights).real
+
+
+class Remembering(nn.Module):
+    """Takes away the mean of earlier values, which a buffer follows."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH, dtype=DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x - self.mean
+        self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        return y
+
+
+class Routed(nn.Module):
+    """Sends each position through the two best of three experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3, dtype=DOUBLE)
+        self.experts = nn.ModuleList(linear() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x).softmax(-1)
+        best = scores.topk(2, -1)
+        weights = torch.zeros_like(scores).scatter(-1, best.indices, best.values)
+        return sum((expert(x) * weights[..., k : k + 1] for k, expert in enumerate(self.experts)), torch.zeros_like(x))
+
+
 def linear(bias: bool = True) -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH, bias=bias, dtype=DOUBLE)
 
@@ -102,6 +155,10 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "attention": Attention,
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(linear()),
     "PReLU": lambda: nn.PReLU(dtype=DOUBLE),
+    "rotation": Rotated,
+    "complex filter": Filter,
+    "moving mean": Remembering,
+    "experts": Routed,
 }
 
 
@@ -113,6 +170,18 @@ def swapped(x: Tensor) -> Tensor:
 def no_gradient(x: Tensor) -> Tensor:
     with torch.no_grad():
         return x * 2
+
+
+def written_view(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, 1:] *= 2.0
+    y[..., 2:][:, 0] = y[:, 1, :2]
+    y.transpose(1, 2)[:, 1].mul_(0.5)
+    return y
+
+
+def gradient_of_a_row(x: Tensor) -> Tensor:
+    return torch.func.vmap(torch.func.grad(lambda row: (torch.tanh(row) * row).sum()))(x)
 
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -143,6 +212,13 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "custom backward": Doubled.apply,
     "gathered": lambda x: torch.gather(x, -1, x.argsort(-1)),
     "clamp": lambda x: x.clamp(-1.0, 1.0),
+    "written view": written_view,
+    "written where": lambda x: x.clone().masked_fill_(x > 0.5, 0.1),
+    "indices added": lambda x: x.index_add(1, torch.tensor([0, 1, 0]), x[:, :3] * 0.2),
+    "scattered": lambda x: torch.zeros_like(x).scatter_add(-1, x.argsort(-1) // 2, x),
+    "largest": lambda x: x - x.amax(1, keepdim=True) / 2,
+    "einsum": lambda x: torch.einsum("rlw,rmw,rmv->rlv", x, x, x) / WIDTH,
+    "gradient of a row": gradient_of_a_row,
     "variance": lambda x: x / (1.0 + x.var(-1, keepdim=True)).sqrt(),
 }
 BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -153,6 +229,7 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "maximum": torch.maximum,
     "halves": lambda x, y: torch.cat([x[..., :2], y[..., 2:]], -1),
     "product": lambda x, y: (x @ y.transpose(1, 2)) @ y / WIDTH,
+    "written into": lambda x, y: torch.slice_scatter(x, y[:, 1:], 1, 1),
     "add in place": lambda x, y: (x * 1.0).add_(y),
     "cross attention": lambda x, y: F.scaled_dot_product_attention(x[:, None], y[:, None], y[:, None])[:, 0],
 }
@@ -165,6 +242,8 @@ WEIGHTED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "parameter added": lambda x, a, b: x + torch.tanh(a).sum(0),
     "parameter gates": lambda x, a, b: x * torch.sigmoid(a[0]),
     "normalized weight": lambda x, a, b: F.linear(x, F.normalize(a)),
+    "rows of a weight": lambda x, a, b: x + a[torch.tensor([0, 1, 1])],
+    "triangles": lambda x, a, b: x @ a.triu() + x @ b.tril(-1),
     "weight of a weight": lambda x, a, b: F.linear(x, a * torch.sigmoid(b)),
 }
 
