@@ -121,8 +121,11 @@ def remove_identities(graph: fx.Graph) -> None:
 
 def same_sizes(one: Tensor, other: Tensor) -> bool:
     """Whether both have the same shape and strides, whatever numbers their symbols stand for."""
-    sizes = [[expression(size) for size in (*tensor.shape, *tensor.stride())] for tensor in (one, other)]
-    return sizes[0] == sizes[1]
+    return same_shape(one, other) and [*map(expression, one.stride())] == [*map(expression, other.stride())]
+
+
+def same_shape(one: Tensor, other: Tensor) -> bool:
+    return [*map(expression, one.shape)] == [*map(expression, other.shape)]
 
 
 def trim_copies(joint: Joint) -> None:
@@ -158,9 +161,8 @@ def is_like(source: object, node: fx.Node) -> bool:
     """Whether the source is a node whose value has the shape and the dtype of the other node's."""
     if not isinstance(source, fx.Node):
         return False
-    values = source.meta["val"], node.meta["val"]
-    shapes = [[expression(size) for size in value.shape] for value in values]
-    return shapes[0] == shapes[1] and values[0].dtype == values[1].dtype
+    one, other = source.meta["val"], node.meta["val"]
+    return one.dtype == other.dtype and same_shape(one, other)
 
 
 def write_what_is_copied(joint: Joint) -> None:

@@ -223,10 +223,10 @@ class Reading:
     owned: frozenset[Slot]
 
 
-def reading(stage: Stage, phase: Phase, granule: int = 1) -> Reading:
-    """What a phase of the stage reads, where F, B and W of a microbatch run one after the other."""
-    kept = kept_storages(stage, phase.kind)
-    owners = [stage.storages[name] for name in phase.values]
+def reading(stage: Stage, kind: Kind, granule: int = 1) -> Reading:
+    """What a phase reads, where F, B and W of a microbatch run one after the other."""
+    kept = kept_storages(stage, kind)
+    owners = [stage.storages[name] for name in stage.phases[kind].values]
     first: dict[str, Slot] = {}
     groups = tuple(first.setdefault(owner, slot) for slot, (owner, _) in enumerate(owners))
     sizes = {slot: rounded(owners[slot][1], granule) for slot in first.values()}
@@ -241,7 +241,7 @@ def transient_bytes(stage: Stage) -> int:
     for kind, phase in stage.phases.items():
         live |= set(phase.values)
         kept = kept_storages(stage, kind)
-        read = reading(stage, phase)
+        read = reading(stage, kind)
         effect = call_effect(lifetimes(phase), read.groups, read.owned, read.sizes)
         excess.append(stage.stored_bytes(live) + phase.most_bytes(effect.peak) - stage.saved_bytes)
         live |= set(phase.results)

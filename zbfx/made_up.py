@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,12 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from zbfx.graphs import Phase, Stage, copy_graph
-from zbfx.lifetimes import Reading, Slot
 from zbfx.rng import seeded
 
 aten = torch.ops.aten
-
-Values = dict[int, Tensor]
 
 REFUSALS = (RuntimeError, ValueError, IndexError)  # what ops raise for values outside of their domain
 
@@ -110,17 +108,26 @@ def made_up_storage(
     return [like(value) for value in values]
 
 
-def values_read(stage: Stage, phase: Phase, read: Reading, slots: Iterable[Slot], device: torch.device) -> Values:
-    """What stands for the values that a phase of the stage reads from these storages, by their place among those that
-    it reads: they share memory as the values do."""
+def positive_values(phase: Phase) -> set[str]:
+    """The names of the values that a phase reads and takes for probabilities or pivots, or makes such of."""
     nodes = phase.module.graph.find_nodes(op="placeholder")[len(phase.ports) :]
-    positive = positive_inputs(phase.module.graph.nodes)
-    made: Values = {}
-    for slot in slots:
-        members = [k for k, group in enumerate(read.groups) if group == slot]
-        fakes = [stage.examples[phase.values[k]] for k in members]
-        filled = any(nodes[k] in positive for k in members)
-        made |= zip(members, made_up_storage(fakes, read.sizes[slot], device, positive=filled), strict=True)
+    inputs = positive_inputs(phase.module.graph.nodes)
+    return {name for name, node in zip(phase.values, nodes, strict=False) if node in inputs}
+
+
+def made_up_values(
+    stage: Stage, names: Iterable[str], positive: Collection[str], device: torch.device
+) -> dict[str, Tensor]:
+    """What stands for values of a stage, in the storages in which they would be; above 0 those that share theirs with
+    a `positive` one."""
+    storages: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        storages[stage.storages[name][0]].append(name)
+    made: dict[str, Tensor] = {}
+    for members in storages.values():
+        fakes, size = [stage.examples[name] for name in members], stage.storages[members[0]][1]
+        filled = any(name in positive for name in members)
+        made |= zip(members, made_up_storage(fakes, size, device, positive=filled), strict=True)
     return made
 
 
@@ -133,13 +140,17 @@ def argument_keys(phase: Phase) -> list[Any]:
 def without_checks(phase: Phase) -> Phase:
     """The phase without checks of values, which made-up ones would not pass. The same phase if it has none: what is
     compiled for one would be compiled again for its copy."""
-    if not any(map(is_check, phase.module.graph.nodes)):
+    if not has_checks(phase):
         return phase
     graph = copy_graph(phase.module.graph)
     for node in graph.nodes:
         if is_check(node):
             graph.erase_node(node)
     return replace(phase, module=fx.GraphModule(phase.module, graph, phase.name))
+
+
+def has_checks(phase: Phase) -> bool:
+    return any(map(is_check, phase.module.graph.nodes))
 
 
 def is_check(node: fx.Node) -> bool:

@@ -26,8 +26,9 @@ from zbfx.made_up import (
     argument_keys,
     argument_of,
     arguments_of,
+    made_up_values,
     positive_inputs,
-    values_read,
+    positive_values,
     without_checks,
 )
 from zbfx.passes.nodes import is_view
@@ -281,7 +282,7 @@ def call_bytes(stage: Stage, kind: Kind, run: Boxed, args: Sequence[Any], device
     every = range(len(stage.phases[kind].values))
     alive = call_effect(inside, every, (), dict.fromkeys(every, 0)).peak
     most = most_bytes(run, lambda: list(args), device)
-    read = reading(stage, stage.phases[kind], CUDA_GRANULE)
+    read = reading(stage, kind, CUDA_GRANULE)
     expected = call_effect(inside, read.groups, read.owned, read.sizes).peak
     usual = most_bytes(run, lambda: leaving(stage, kind, read, args, device), device)
     return CallBytes(max(0, most - alive), most, expected, usual)
@@ -290,6 +291,7 @@ def call_bytes(stage: Stage, kind: Kind, run: Boxed, args: Sequence[Any], device
 def leaving(stage: Stage, kind: Kind, read: Reading, args: Sequence[Any], device: torch.device) -> list[Any]:
     """These arguments, with storages that nothing else holds for the values that the call owns."""
     phase, box = stage.phases[kind], list(args)
-    for k, value in values_read(stage, phase, read, read.owned, device).items():
-        box[len(phase.ports) + k] = value
+    owned = [name for name, slot in zip(phase.values, read.groups, strict=True) if slot in read.owned]
+    for name, value in made_up_values(stage, owned, positive_values(phase), device).items():
+        box[len(phase.ports) + phase.values.index(name)] = value
     return box

@@ -246,9 +246,9 @@ class RankStep(Step):
             self.settle_first(runner)
         runner.start(engine.loss_gradient)
         if loads:
-            microbatches = engine.inputs(rows, runner, self.seed_of_step())
-            load(runner, engine.pipe.stages, microbatches, self.count, engine.pipe.device)
-            del microbatches
+            inputs = engine.inputs(rows, runner, self.seed_of_step())
+            load(runner, engine.pipe.stages, inputs, self.count, engine.pipe.device)
+            del inputs  # the run makes its own
         if runner.recorder is not None:
             self.channels.barrier()
             runner.recorder.begin()

@@ -3,8 +3,7 @@ step needs. What other ranks would send is made up."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from zbfx._torch import TorchDispatchMode
 from zbfx.boxed import Boxed
 from zbfx.calls import PhaseCall
 from zbfx.graphs import Stage
-from zbfx.made_up import REFUSALS, is_check, made_up, made_up_storage, positive_inputs
+from zbfx.made_up import REFUSALS, has_checks, made_up, made_up_values, positive_values
 from zbfx.messages import Message
 from zbfx.run import RankRunner
 
@@ -31,7 +30,7 @@ def rehearse(
 ) -> None:
     """Run the program on these microbatches, but for its look at an optimizer step. Writes gradients and buffers as a
     step does."""
-    positive = taken_for_positive(runner.calls)
+    positive = {name for call in runner.calls for name in positive_values(call.phase)}
     transport = Rehearsal(runner.transport, runner.program.messages, positive, device)
     watched: list[Any] | None = None if runner.watched is None else []
     first, end = runner.program.verdict
@@ -58,22 +57,11 @@ def swapped(target: Any, **values: Any) -> Iterator[None]:
             setattr(target, name, value)
 
 
-def taken_for_positive(calls: Iterable[PhaseCall]) -> set[str]:
-    """The values that phases take for probabilities or pivots, or make such of."""
-    found: set[str] = set()
-    for call in calls:
-        graph, first = call.phase.module.graph, len(call.phase.ports)
-        inputs = positive_inputs(graph.nodes)
-        nodes = graph.find_nodes(op="placeholder")[first:]
-        found |= {name for name, node in zip(call.phase.values, nodes, strict=False) if node in inputs}
-    return found
-
-
 def attempted(call: PhaseCall, stage: Stage, positive: Collection[str], device: torch.device) -> Boxed:
     """What the call runs, without checks of values; where made-up values make it raise, its results are made up. What
     it has not come to is loaded by a step then."""
     run, instead = call.run, results_of(call, stage, positive, device)
-    checks = any(map(is_check, call.phase.module.graph.nodes))
+    checks = has_checks(call.phase)
 
     def attempt(box: list[Any]) -> Any:
         try:
@@ -100,18 +88,11 @@ class Unchecked(TorchDispatchMode):
 def results_of(
     call: PhaseCall, stage: Stage, positive: Collection[str], device: torch.device
 ) -> Callable[[], list[Any]]:
-    """Makes up what a phase returns, in the storages in which it would be, and the loss."""
-    names = call.phase.results
-    storages: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        storages[stage.storages[name][0]].append(name)
+    """Makes up what a phase returns: its results and the loss."""
 
     def make() -> list[Any]:
-        made: dict[str, Tensor] = {}
-        for members in storages.values():
-            fakes, size = [stage.examples[name] for name in members], stage.storages[members[0]][1]
-            filled = any(name in positive for name in members)
-            made |= zip(members, made_up_storage(fakes, size, device, positive=filled), strict=True)
+        names = call.phase.results
+        made = made_up_values(stage, names, positive, device)
         (returned,) = call.phase.module.graph.output_node().args
         losses = [made_up(node.meta["val"], device) for node in returned[len(names) :]]  # type: ignore[index,union-attr]
         return [*(made[name] for name in names), *losses]
