@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import zbfx
 from benchmarks.gpt import GPT, GPTConfig, next_token_loss
 from zbfx import copies
+from zbfx.backends import BACKENDS
 from zbfx.copies import INBOX_BYTES, SLOT_BYTES, close_lines, open_lines, room
 from zbfx.fingerprint import fingerprints
 from zbfx.place import find_place
@@ -64,13 +65,14 @@ def compiled(model: GPT, batch: tuple[Tensor, Tensor], microbatches: int, **opti
 def gradients(step: Any, *batch: Tensor) -> dict[str, Tensor]:
     """Loss and gradients of the third of three equal steps: by then every backend has captured and replayed. An
     evaluation between them changes nothing."""
+    before = step.count
     for count in range(3):
         if count == 2:
             step.evaluate(*batch)
         for parameter in step.parameters():
             parameter.grad = None
         loss = step(*batch)
-    assert step.count == 3
+    assert step.count == before + 3
     step.close()
     return {"loss": loss.cpu(), **{name: p.grad.cpu() for name, p in step.named_parameters()}}
 
@@ -341,6 +343,25 @@ def unwaited(device: torch.device) -> dict[str, list[Tensor]]:
     return found
 
 
+def profiled(device: torch.device) -> dict[str, tuple[int, int, int, bool]]:
+    """By backend: actions planned and profiled of all ranks, Ws beside Bs on this one, and whether losses before,
+    while and after steps are profiled are equal."""
+    torch.use_deterministic_algorithms(True)
+    model, batch = model_and_batch(SMALL, MICROBATCHES * 2, device)
+    found: dict[str, tuple[int, int, int, bool]] = {}
+    for backend in BACKENDS:
+        step = compiled(model, batch, MICROBATCHES, schedule="zb-2p", backend=backend).bind()
+        losses, spans = [step(*batch).cpu()], 0
+        for _ in range(2):
+            spans = sum(len(rank) for rank in step.profile(*batch).spans)
+            losses.append(step(*batch).cpu())
+        planned = sum(len(order) for order in step.engine.pipe.schedule.ranks)
+        same = all(torch.equal(loss, losses[0]) for loss in losses)
+        found[backend] = (planned, spans, len(step.engine.runners[0].besides), same)
+        step.close()
+    return found
+
+
 def waits_once(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     waits = [torch.cuda.synchronize]
 
@@ -400,6 +421,7 @@ SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
     "missing": missing,
     "loading": loading,
     "unwaited": unwaited,
+    "profiled": profiled,
 }
 
 

@@ -92,6 +92,17 @@ def test_steps_do_not_wait_for_the_device(tmp_path: Path) -> None:
     assert other == first
 
 
+def test_profiles(tmp_path: Path) -> None:
+    """With Ws that run on a second stream to the end of the step."""
+    ranks = launch(2, "profiled", tmp_path)
+    for backend in BACKENDS:
+        for planned, profiled, beside, same in (rank[backend] for rank in ranks):
+            assert planned == profiled
+            assert beside > 0
+            assert same
+    assert {*ranks[0]} == {*BACKENDS}
+
+
 @two_gpus
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_hundred_steps(tmp_path: Path, backend: str) -> None:
@@ -148,15 +159,20 @@ def test_no_lines_between_hosts(tmp_path: Path) -> None:
     assert launch(2, "apart", tmp_path) == [(0, 0)] * 2
 
 
-@pytest.mark.parametrize("backend", ["eager", "cudagraph"])
+FAILED = ", for its device waits for a rank that has failed. rank 1"
+MISSING = ": its device has waited for other ranks for "
+
+
 @pytest.mark.parametrize(
-    ("scenario", "reason"),
+    ("scenario", "backend", "reason"),
     [
-        ("failing", ", for its device waits for a rank that has failed. rank 1: ZeroDivisionError"),
-        ("missing", ": its device has waited for other ranks for "),
+        ("failing", "eager", f"{FAILED}, step 2, action W1.0 (stage 1, microbatch 0): ZeroDivisionError"),
+        ("failing", "cudagraph", f"{FAILED}: ZeroDivisionError"),
+        ("missing", "eager", MISSING),
+        ("missing", "cudagraph", MISSING),
     ],
 )
-def test_a_process_whose_device_waits_in_vain_ends(tmp_path: Path, scenario: str, reason: str, backend: str) -> None:
+def test_a_process_whose_device_waits_in_vain_ends(tmp_path: Path, scenario: str, backend: str, reason: str) -> None:
     done = run(2, scenario, str(tmp_path), backend)
     assert done.returncode != 0
     assert f"zbfx: rank 0 ends{reason}" in done.stderr, done.stderr[-4000:]

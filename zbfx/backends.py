@@ -22,6 +22,7 @@ from zbfx.engine import Engine, take_turns
 from zbfx.errors import ZbfxError
 from zbfx.rank_step import RankStep
 from zbfx.run import Environment, Wait, restore
+from zbfx.timeline import Recorder
 from zbfx.variants import FORWARD
 
 if TYPE_CHECKING:
@@ -71,6 +72,11 @@ class Capture:
     received: frozenset[str] = frozenset()  # messages for later that the prefix receives
     watched: tuple[Any, ...] = ()
     addresses: tuple[int, ...] = ()  # of the parameters and buffers that it reads
+    recorder: Recorder | None = None  # whose marks it writes: they live as long as the graph
+
+    def serves(self, addresses: tuple[int, ...], recorder: Recorder | None) -> bool:
+        """Whether a step that reads these tensors, and writes these marks, is a replay."""
+        return self.addresses == addresses and self.recorder is recorder
 
 
 @dataclass(frozen=True)
@@ -117,11 +123,10 @@ class CapturedStep(RankStep):
             for static, tensor in zip(static_row, row, strict=True):
                 static.copy_(on_device(tensor, static.device))
         addresses = tuple(map(Tensor.data_ptr, engine.static.tensors))
-        moved = engine.captured is not None and engine.captured.addresses != addresses
-        starts = engine.captured is None or moved or runner.recorder is not None
+        starts = engine.captured is None or not engine.captured.serves(addresses, runner.recorder)
         if starts:
             self.settle_first(runner)
-            engine.captured = replace(self.capture(engine), addresses=addresses)
+            engine.captured = replace(self.capture(engine), addresses=addresses, recorder=runner.recorder)
         captured: Capture = engine.captured
         if runner.recorder is not None:
             self.channels.barrier()
@@ -129,11 +134,11 @@ class CapturedStep(RankStep):
         buffers = runner.written_early() if runner.pending else {}
         if captured.prefix is not None:
             captured.prefix.replay()
-        if runner.pending is not None and finished(runner.settle(self.count)):
+        if runner.pending is not None:
             assert captured.prefix is not None, "an optimizer waits for its verdict"
-            finished(runner.drop_early(captured.received))
-            restore(buffers)
-            captured.prefix.replay()
+            if finished(runner.settle(self.count, warmed_up=True, received=captured.received)):
+                restore(buffers)
+                captured.prefix.replay()
         if not starts:
             runner.start_gradients()
         captured.whole.replay()

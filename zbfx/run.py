@@ -50,8 +50,12 @@ class Pending(Protocol):
     def judge(self, verdict: Tensor) -> None:
         """Read the verdict."""
 
-    def correct(self) -> bool:
-        """Put right what was wrong, once in this process; whether forwards ran on wrong weights."""
+    @property
+    def is_refuted(self) -> bool:
+        """Whether any rank stepped early and was wrong: then forwards ran on wrong weights."""
+
+    def correct(self) -> None:
+        """Put right what was wrong, once in this process."""
 
 
 @dataclass(frozen=True)
@@ -227,12 +231,11 @@ class RankRunner:
         yield from self.warm_up(environment, step)
         wrong = False
         if self.pending is not None:
-            wrong = yield from self.settle(step)
+            wrong = yield from self.settle(step, warmed_up=True)
             self.bind_gradients()
         if wrong:
             for noted, count in zip(notes, noted_before, strict=True):
                 del noted[count:]
-            yield from self.drop_early()
             restore(buffers)
             environment = given
             yield from self.warm_up(environment, step)
@@ -256,8 +259,10 @@ class RankRunner:
         *losses, self.loss = results
         return tuple(losses)
 
-    def settle(self, step: int) -> Generator[Wait, None, bool]:
-        """Get the verdict on the pending optimizer step and correct it; whether forwards ran on wrong weights."""
+    def settle(self, step: int, *, warmed_up: bool, received: Collection[str] = ()) -> Generator[Wait, None, bool]:
+        """Get the verdict on the pending optimizer step and correct it; whether forwards ran on wrong weights. After
+        the prefix (`warmed_up`), what it sent is dropped then, unless `received` already: at once, for the devices of
+        other ranks wait until it is, and to correct a step may take loading code, or talking to them."""
         pending = self.pending
         assert pending is not None, "an optimizer step waits"
         self.bound("judge").run = pending.judge
@@ -267,14 +272,17 @@ class RankRunner:
         with on_stream(pending.stream):
             yield from self.execute(range(*self.program.verdict), environment, step)
         self.pending = None
-        return pending.correct()
+        if warmed_up and pending.is_refuted:
+            yield from self.drop_early(received)
+        pending.correct()
+        return pending.is_refuted
 
     def written_early(self) -> dict[str, tuple[Tensor, Tensor]]:
         """The buffers that forwards write, and copies of them."""
         names = {name for call in self.calls if call.phase.kind is Kind.F for name in call.phase.updates}
         return {name: (self.tensors.named[name], self.tensors.named[name].clone()) for name in names}
 
-    def drop_early(self, received: Collection[str] = ()) -> Generator[Wait, None, None]:
+    def drop_early(self, received: Collection[str]) -> Generator[Wait, None, None]:
         """Receive and drop what other ranks' prefixes sent that this one's did not read, unless `received` already."""
         for message in self.program.chain.dropped:
             if message.key in received:
@@ -326,6 +334,8 @@ class RankRunner:
                 result = module.take(box) if isinstance(module, PhaseCall) else module(*box)
                 if recorder and action:
                     recorder.marks.append((action, start, recorder.mark()))
+                    if isinstance(module, Beside):
+                        result = module.end()  # with the mark: a capture joins all that its streams have to do
             if self.watched is not None and isinstance(module, PhaseCall):
                 self.watch(node, result)
             return result

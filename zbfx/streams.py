@@ -31,6 +31,10 @@ class Beside(nn.Module):
 
     def forward(self, *args: Any) -> torch.cuda.Event | None:
         self.call(*args)
+        return self.end()
+
+    def end(self) -> torch.cuda.Event | None:
+        """All that `stream` has to do by now."""
         return None if self.stream is None else self.stream.record_event()
 
 

@@ -14,6 +14,7 @@ from zbfx.optim.origin import describe
 from zbfx.optim.state import Act, Verdict
 from zbfx.optim.undo import Undo
 from zbfx.plan import Action
+from zbfx.run import on_stream
 
 if TYPE_CHECKING:
     from zbfx.optim.post_validated import PostValidated, Share
@@ -33,8 +34,9 @@ class PendingStep:
         self.ways: dict[int, Undo | Arithmetic] = {}
         self.state: Tensor | None = None
         self.verdict: Verdict | None = None
-        self.wrong: bool | None = None
+        self.corrected = False
         self.stream = owner.stream
+        self.begun = None if owner.stream is None else torch.cuda.current_stream().record_event()
         self.known: torch.cuda.Event | None = None  # on the device: the state is complete
 
     def complete(self, state: Tensor) -> None:
@@ -52,17 +54,21 @@ class PendingStep:
     def judge(self, verdict: Tensor) -> None:
         self.verdict = self.owner.rules.judge(self.owner.layout, read(verdict))
 
-    def correct(self) -> bool:
-        if self.wrong is None:
-            self.wrong = self.corrected()
-        return self.wrong
+    @property
+    def is_refuted(self) -> bool:
+        """Whether any rank stepped early and was wrong: then forwards ran on wrong weights."""
+        assert self.verdict is not None, "judged before"
+        return self.verdict.refutes_any
 
-    def corrected(self) -> bool:
+    def correct(self) -> None:
         """Undo and redo what the verdict refutes; the first rank of a process does it for all of them."""
+        if self.corrected:
+            return
+        self.corrected = True
         owner, verdict = self.owner, self.verdict
         assert verdict is not None, "judged before"
         if verdict.skipped:
-            verdict = describe(verdict, owner, self.seen)
+            verdict = self.explained(verdict)
         rolled_back = False
         for share in owner.shares:
             act = verdict.acts[share.rank]
@@ -74,7 +80,14 @@ class PendingStep:
             elif act is Act.WAITED and owner.decides_on_device:
                 self.roll_back(share)
         owner.settled(verdict, rolled_back)
-        return verdict.refutes_any
+
+    def explained(self, verdict: Verdict) -> Verdict:
+        """The verdict with its cause, which ranks tell each other beside the forwards: these may wait on the device for
+        what a rank launches after its verdict."""
+        with on_stream(self.stream):
+            if self.begun is not None:
+                torch.cuda.current_stream().wait_event(self.begun)
+            return describe(verdict, self.owner, self.seen)
 
     def step_early(self, share: Share, leave_out: Tensor | None = None) -> None:
         """Step as if nothing were to clip or to skip, with a way back; not if `leave_out`, on the device, is 1."""

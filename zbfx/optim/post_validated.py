@@ -311,7 +311,7 @@ class PostValidated(torch.optim.Optimizer):
             runner.pending = self.pending
 
         def verdicts() -> None:
-            take_turns([runner.settle(self.target.count) for runner in engine.runners])
+            take_turns([runner.settle(self.target.count, warmed_up=False) for runner in engine.runners])
             for runner in engine.runners:
                 runner.transport.finish()
 
