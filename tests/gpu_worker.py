@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -349,8 +349,10 @@ def profiled(device: torch.device) -> dict[str, tuple[int, int, int, bool]]:
     torch.use_deterministic_algorithms(True)
     model, batch = model_and_batch(SMALL, MICROBATCHES * 2, device)
     found: dict[str, tuple[int, int, int, bool]] = {}
+    estimated = compiled(model, batch, MICROBATCHES, schedule="zb-2p").schedule.costs
+    costs = replace(estimated, stages=tuple(replace(c, beside_s=c.backward_input_s) for c in estimated.stages))
     for backend in BACKENDS:
-        step = compiled(model, batch, MICROBATCHES, schedule="zb-2p", backend=backend).bind()
+        step = compiled(model, batch, MICROBATCHES, schedule="zb-2p", backend=backend, costs=costs).bind()
         losses, spans = [step(*batch).cpu()], 0
         for _ in range(2):
             spans = sum(len(rank) for rank in step.profile(*batch).spans)

@@ -23,6 +23,7 @@ from zbfx.calls import PhaseCall
 from zbfx.codegen import generate
 from zbfx.optim import PostValidated
 from zbfx.optim.state import Act
+from zbfx.run import RankRunner
 
 BLOCKS, WIDTH, MICROBATCHES = 4, 6, 3
 
@@ -226,6 +227,34 @@ def test_where_every_step_clips_and_where_none_does() -> None:
     never = loud(4, torch.float32, 3, 12, max_norm=1e3)
     assert never.counts == {"steps": 12, "clipped": 0, "skipped": 0, "rolled_back": 0, "repeated": 0}
     assert same_bits(never, loud(4, torch.float32, 3, 12, max_norm=1e3, sync=True))
+
+
+def test_early_messages_are_dropped_before_a_step_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that sent one waits until it is, and may be what a correction of another rank waits for."""
+    events: list[str] = []
+    drop = RankRunner.drop_early
+
+    def dropped(self: RankRunner, *args: Any) -> Iterator[Any]:
+        events.append(f"rank {self.rank} drops")
+        yield from drop(self, *args)
+
+    def prepare(optimizer: PostValidated) -> None:
+        settled = optimizer.settled
+
+        def noted(verdict: Any, rolled_back: bool) -> None:
+            events.append("corrected")
+            settled(verdict, rolled_back)
+
+        optimizer.settled = noted  # type: ignore[method-assign]
+
+    monkeypatch.setattr(RankRunner, "drop_early", dropped)
+    loud(3, torch.float32, 2, 4, max_norm=1e-3, prepare=prepare)
+    assert len(events) == 3 * 4 + 1
+    *between_steps, last = events
+    assert last == "corrected", "no forwards have run before it"
+    for step in range(0, 12, 4):
+        assert between_steps[step] != "corrected"
+        assert sorted(between_steps[step : step + 4]) == ["corrected", *(f"rank {rank} drops" for rank in range(3))]
 
 
 class Rotated(nn.Module):
