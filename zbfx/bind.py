@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from zbfx._torch import has_gradient_hooks
+from zbfx.aliases import refuse_apart, separate
 from zbfx.channels import Channels
 from zbfx.errors import InputError, ZbfxError, listed
 from zbfx.fingerprint import fingerprints
 from zbfx.run import RankRunner
+from zbfx.trace import named_tensors
+
+if TYPE_CHECKING:
+    from zbfx.engine import Engine
+    from zbfx.pipeline import Pipeline
+
+
+def prepare(pipe: Pipeline, engine: Engine, holders: Mapping[str, Sequence[int]] | None = None) -> None:
+    """Check the tensors that these ranks use, and move them to the device. `holders` of each, where ranks are not one
+    process."""
+    used = {name for runner in engine.runners for name in runner.tensor_names}
+    named = named_tensors(pipe.model, pipe.loss_fn)
+    pipe.guard.check_layouts(named, used)
+    if holders is not None:
+        refuse_apart(named, holders, pipe.joint)
+    move_to(engine.runners, pipe.device)
+    separate(named, pipe.joint.replaced)
 
 
 def agree(channels: Channels, digest: Mapping[str, str], prepare: Callable[[], None]) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbfx import cost, measure
-from zbfx.aliases import refuse_apart, separate
 from zbfx.arguments import (
     checked_cuts,
     checked_device,
@@ -29,27 +28,26 @@ from zbfx.arguments import (
     placements_of,
     whole_number,
 )
-from zbfx.backends import CapturedStep, checked_backend
+from zbfx.backends import checked_backend
 from zbfx.batch import Signature
-from zbfx.bind import agree, move_to, refuse_other_values, warn_of_other_values
+from zbfx.bind import prepare
+from zbfx.bound import bound_step
 from zbfx.boxed import Compiler
 from zbfx.chain import chain_of, loss_layout, loss_rank
 from zbfx.channels import Channels, checked_transport
 from zbfx.codegen import Program, generate
 from zbfx.comm import Mailbox
 from zbfx.cutting import Cutting
-from zbfx.digest import digest
-from zbfx.engine import Engine, local_engine, message_pairs, rank_engine
+from zbfx.engine import local_engine
 from zbfx.errors import ZbfxError
 from zbfx.fit import Request, fit
-from zbfx.flat import Shards
 from zbfx.graphs import Joint, Stage
 from zbfx.guard import Guard
 from zbfx.links import measured_link
 from zbfx.local_step import LocalStep
 from zbfx.loss import Reduction, separate_count
 from zbfx.memory import ADAM_SLOTS, MemoryReport, Predictor, RankMemory, Setting, free_bytes
-from zbfx.messages import SharedGradient, buffer_holders, messages_of, parameter_holders, shared_gradients
+from zbfx.messages import SharedGradient, messages_of, shared_gradients
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.recompute import Level
 from zbfx.place import Place, find_place
@@ -293,7 +291,7 @@ class Pipeline:
         options = StepOptions(torch.initial_seed() if seed is None else seed, on_nonfinite, on_new_shape)
         mailbox = Mailbox()
         engine = local_engine(self, self.tensors(), mailbox)
-        self.ready(engine)
+        prepare(self, engine)
         return LocalStep(engine, options, mailbox)
 
     def replicated(self, replicas: int) -> Pipeline:
@@ -371,44 +369,7 @@ class Pipeline:
         link = measured_link(channels) if self.setting.measured and replicas > 1 else None
         pipe = replicated(self, replicas, link)
         with waiting(place.name, "the other ranks in bind, one of which"):
-            return (sharded(pipe) if zero else pipe).bind_to(channels, options)
-
-    def bind_to(self, channels: Channels, options: StepOptions) -> RankStep:
-        """`bind`, once it is known where this process stands. Collective over all processes."""
-        place, tensors = channels.place, self.tensors()
-        engine = rank_engine(self, tensors, channels)
-        runner = engine.runners[0]
-        placement = self.schedule.costs.placement
-        holders = parameter_holders(self.stages, placement) | buffer_holders(self.stages, placement)
-        agree(channels, digest(self), partial(self.ready, engine, holders))
-        copies = [(name, first, other) for name, (first, *others) in holders.items() for other in others]
-        channels.open(message_pairs(self) | {(first, other) for _, first, other in copies})
-        for name, first, other in copies:
-            if place.rank in (first, other):
-                channels.copy(tensors.named[name].detach(), first, other)
-        if len(place.replicas) > 1:
-            refuse_other_values(channels, {name: tensors.named[name] for name in sorted(runner.tensor_names)})
-        compared = {name: tensors.named[name] for name in holders if name not in self.local}
-        warn_of_other_values(channels, compared, runner.tensor_names)
-        if self.reductions and self.reductions[place.rank].shards:
-            buckets = self.reductions[place.rank].shards
-            runner.shards = Shards(buckets, tensors.named, place.replica, len(place.replicas))
-        options = replace(options, seed=int(channels.gather(options.seed)[0]))
-        for call in runner.calls:
-            call.run = self.compiler(call.phase)
-        step_type = CapturedStep if self.backend.startswith("cudagraph") else RankStep
-        return step_type(engine, options, channels, tensors)
-
-    def ready(self, engine: Engine, holders: Mapping[str, Sequence[int]] | None = None) -> None:
-        """Check the tensors that these ranks use, and move them to the device. `holders` of each, where ranks are not
-        one process."""
-        used = {name for runner in engine.runners for name in runner.tensor_names}
-        named = named_tensors(self.model, self.loss_fn)
-        self.guard.check_layouts(named, used)
-        if holders is not None:
-            refuse_apart(named, holders, self.joint)
-        move_to(engine.runners, self.device)
-        separate(named, self.joint.replaced)
+            return bound_step(sharded(pipe) if zero else pipe, channels, options)
 
     def __repr__(self) -> str:
         stages, ranks, microbatches = len(self.stages), len(self.programs), self.reduction.microbatches
