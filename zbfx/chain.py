@@ -155,6 +155,7 @@ class RankChain:
         self.chain, self.rank = chain, rank
         self.prefix, self.loss_at = chain.prefix[rank], chain.loss_at[rank]
         self.before, self.after = chain.neighbours(rank)
+        self.later = chain.ranks[chain.ranks.index(rank) + 1 :]  # they hear of a verdict before this rank does
         orders = [[part for action in order for part in parts(action)] for order in schedule.ranks]
         self.early = {a for order, count in zip(orders, chain.prefix, strict=True) for a in order[:count]}
         self.dropped = tuple(m for m in incoming if m.producer in self.early and m.consumer not in self.early)
@@ -193,9 +194,10 @@ class RankChain:
         """Before which action these messages count as needed.
 
         What is dropped if the verdict says so is posted as soon as the verdict is known: a captured prefix ends when
-        all that it sent has arrived. On the verdict's own channel it comes before the verdict.
+        all that it sent has arrived. From ranks that pass the verdict on to this one it comes before the verdict, which
+        those may send once their prefix has ended.
         """
-        needed = {m.key: self.prefix + (0 if m.source == self.after else POST_AHEAD) for m in self.dropped}
+        needed = {m.key: self.prefix + (0 if m.source in self.later else POST_AHEAD) for m in self.dropped}
         return needed | {m.key: self.loss_at for m in self.incoming if m.producer is None}
 
     def not_before(self) -> dict[str, int]:

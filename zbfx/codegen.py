@@ -196,7 +196,7 @@ class RankProgram:
         """Before the action at the end of the prefix, where an optimizer step is validated."""
         if self.part.validates and position == self.part.prefix:
             here = posts.get(position, ())
-            for message in [m for m in here if m in self.part.dropped and m.source == self.part.after]:
+            for message in [m for m in here if m in self.part.dropped and m.source in self.part.later]:
                 self.graph.call_function(comm.post, (self.transport, message.key))
                 posts[position].remove(message)
             begin = len(self.graph.nodes)
