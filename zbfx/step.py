@@ -177,6 +177,8 @@ class Step(ABC):
             before = snapshot(engine.parameters) if checked else {}
             loss = self.run(engine, rows)
             self.count += 1
+            if self.optimizer is not None:
+                self.optimizer.explain()
             if not checked:
                 return loss
             self.verdict = settle(self.problems(engine), before, engine.parameters)

@@ -21,7 +21,7 @@ from tests.reference import compiled, cut, default_dtype, loss_of
 from zbfx import rng
 from zbfx.calls import PhaseCall
 from zbfx.codegen import generate
-from zbfx.optim import PostValidated
+from zbfx.optim import PostValidated, pending
 from zbfx.optim.state import Act
 from zbfx.run import RankRunner
 
@@ -173,16 +173,21 @@ def test_nan_in_one_microbatch_of_one_stage(ranks: int, phase: str) -> None:
     stage = min(1, ranks - 1)
     if phase == "B" and stage == 0:
         return  # the first stage sends no gradient
-    causes = []
+    causes: list[str] = []
 
     def prepare(optimizer: PostValidated) -> None:
-        original = optimizer.settled
+        settled, explain = optimizer.settled, optimizer.explain
 
         def noted(verdict: Any, rolled_back: bool) -> None:
-            causes.append(verdict.cause)
-            original(verdict, rolled_back)
+            causes.append("")
+            settled(verdict, rolled_back)
 
-        optimizer.settled = noted  # type: ignore[method-assign]
+        def explained() -> None:
+            explain()
+            if optimizer.verdict is not None:
+                causes[-1] = optimizer.verdict.cause
+
+        optimizer.settled, optimizer.explain = noted, explained  # type: ignore[method-assign]
 
     expected = poisoned(ranks, {1}, stage, phase, sync=True, max_norm=1.0)
     found = poisoned(ranks, {1}, stage, phase, max_norm=1.0, prepare=prepare)
@@ -255,6 +260,31 @@ def test_early_messages_are_dropped_before_a_step_is_corrected(monkeypatch: pyte
     for step in range(0, 12, 4):
         assert between_steps[step] != "corrected"
         assert sorted(between_steps[step : step + 4]) == ["corrected", *(f"rank {rank} drops" for rank in range(3))]
+
+
+@pytest.mark.parametrize("early", [0, 7])
+def test_skipped_steps_are_explained_once_the_next_one_is_launched(early: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks tell each other why. Bit r of `early`: rank r stepped, so that forwards run again."""
+    events: list[str] = []
+    complete = RankRunner.complete
+
+    def completed(self: RankRunner, *args: Any) -> Any:
+        result = yield from complete(self, *args)
+        events.append("launched")
+        return result
+
+    def explained(verdict: Any, *args: Any) -> Any:
+        events.append("explained")
+        return replace(verdict, cause="unknown")
+
+    def prepare(optimizer: PostValidated) -> None:
+        optimizer.early_act = lambda rank, partial: Act.STEPPED if early >> rank & 1 else Act.WAITED  # type: ignore[method-assign]
+
+    monkeypatch.setattr(RankRunner, "complete", completed)
+    monkeypatch.setattr(pending, "describe", explained)
+    poisoned(4, {1, 3}, prepare=prepare)
+    step = ["launched"] * 4
+    assert events == [*step, *step, *step, "explained", *step, "explained"]
 
 
 class Rotated(nn.Module):

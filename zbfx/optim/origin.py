@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from math import isfinite
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from zbfx.optim.state import Verdict
@@ -16,6 +17,15 @@ if TYPE_CHECKING:
     from zbfx.optim.post_validated import PostValidated
 
 SHOWN = 5
+
+
+def taken(watched: list[Any]) -> tuple[list[Any], Tensor | None]:
+    """The actions of a list of (action, number), and the numbers as one tensor; the list is cleared."""
+    actions, numbers = [action for action, _ in watched], [number for _, number in watched]
+    watched.clear()
+    if len({number.dtype for number in numbers}) > 1:
+        numbers = [number.double() for number in numbers]
+    return actions, torch.stack(numbers) if numbers else None
 
 
 def describe(verdict: Verdict, owner: PostValidated, seen: Mapping[int, tuple[list[Action], Tensor | None]]) -> Verdict:

@@ -67,8 +67,6 @@ class PendingStep:
         self.corrected = True
         owner, verdict = self.owner, self.verdict
         assert verdict is not None, "judged before"
-        if verdict.skipped:
-            verdict = self.explained(verdict)
         rolled_back = False
         for share in owner.shares:
             act = verdict.acts[share.rank]
@@ -81,13 +79,13 @@ class PendingStep:
                 self.roll_back(share)
         owner.settled(verdict, rolled_back)
 
-    def explained(self, verdict: Verdict) -> Verdict:
-        """The verdict with its cause, which ranks tell each other beside the forwards: these may wait on the device for
-        what a rank launches after its verdict."""
+    def explained(self) -> Verdict:
+        """The verdict with its cause, which ranks tell each other beside what else their devices have to do."""
+        assert self.verdict is not None, "judged before"
         with on_stream(self.stream):
             if self.begun is not None:
                 torch.cuda.current_stream().wait_event(self.begun)
-            return describe(verdict, self.owner, self.seen)
+            return describe(self.verdict, self.owner, self.seen)
 
     def step_early(self, share: Share, leave_out: Tensor | None = None) -> None:
         """Step as if nothing were to clip or to skip, with a way back; not if `leave_out`, on the device, is 1."""

@@ -19,6 +19,7 @@ from zbfx.local_step import LocalStep
 from zbfx.messages import messages_of
 from zbfx.optim.arguments import load_state, refuse_closures
 from zbfx.optim.inverse import Arithmetic, checked_rollback, obstacle_of
+from zbfx.optim.origin import taken
 from zbfx.optim.pending import PendingStep, hyperparameters, read
 from zbfx.optim.planned import OptimizerPlan, estimated, planned
 from zbfx.optim.scaler import checked_scaler, state_of, update_scale
@@ -107,6 +108,7 @@ class PostValidated(torch.optim.Optimizer):
         }
         checked_step(step).agreed("PostValidated", checked, asked)
         self.pending: PendingStep | None = None
+        self.unexplained: PendingStep | None = None  # skipped, and nobody has said why
         self.verdict: Verdict | None = None
         self.counts = Counts()
         device = step.engine.pipe.device
@@ -210,6 +212,7 @@ class PostValidated(torch.optim.Optimizer):
             if len(self.layout.chain) == 1:
                 self.pending.judge(self.pending.own_verdict())
                 self.pending.correct()
+        self.explain()
 
     def pass_on_and_step(self) -> None:
         take_turns(
@@ -316,9 +319,19 @@ class PostValidated(torch.optim.Optimizer):
                 runner.transport.finish()
 
         self.target.guarded(verdicts)
+        self.explain()
+
+    def explain(self) -> None:
+        """Find where a skipped step went wrong. Ranks tell each other, and so begin no earlier than when all that the
+        devices of others may wait for is launched: not before the forwards that ran meanwhile are followed by the rest
+        of their step."""
+        skipped, self.unexplained = self.unexplained, None
+        if skipped is not None:
+            self.verdict = self.target.guarded(skipped.explained)
 
     def settled(self, verdict: Verdict, rolled_back: bool) -> None:
         """What follows from a verdict beside the parameters."""
+        self.unexplained = self.pending if verdict.skipped else None
         self.verdict, self.pending = verdict, None
         self.counts.steps += 1
         self.counts.clipped += not verdict.skipped and verdict.factor != 1.0
@@ -388,12 +401,3 @@ def checked_optimizer(optimizer: torch.optim.Optimizer, step: Step) -> torch.opt
             f"alone. Make the optimizer from step.parameters(), and give others one of their own"
         )
     return optimizer
-
-
-def taken(watched: list[Any]) -> tuple[list[Any], Tensor | None]:
-    """The actions of a list of (action, number), and the numbers as one tensor; the list is cleared."""
-    actions, numbers = [action for action, _ in watched], [number for _, number in watched]
-    watched.clear()
-    if len({number.dtype for number in numbers}) > 1:
-        numbers = [number.double() for number in numbers]
-    return actions, torch.stack(numbers) if numbers else None
