@@ -209,13 +209,17 @@ def unwrapped(tensor: Any) -> Any:
 @contextlib.contextmanager
 def decomposing(decompositions: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
     """Operators are taken apart under the tracer as these say, and not as torch does."""
-    before = {operator: operator.py_kernels.get(DispatchKey.Autograd) for operator in decompositions}
+    keys = {  # of an operator that torch takes apart itself, that in whose place they come
+        operator: DispatchKey.CompositeImplicitAutograd if operator._can_decompose() else DispatchKey.Autograd
+        for operator in decompositions
+    }
+    before = {operator: operator.py_kernels.get(key) for operator, key in keys.items()}
 
     def put(kernels: Mapping[Any, Any]) -> None:
         for operator, kernel in kernels.items():
-            operator.py_kernels.pop(DispatchKey.Autograd, None)
+            operator.py_kernels.pop(keys[operator], None)
             if kernel is not None:
-                operator.py_kernels[DispatchKey.Autograd] = kernel
+                operator.py_kernels[keys[operator]] = kernel
             operator._dispatch_cache.clear()
 
     put(decompositions)

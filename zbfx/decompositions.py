@@ -1,6 +1,7 @@
-"""Operators that the tracer takes apart, right where torch's own way of doing so is wrong.
+"""Operators that the tracer takes apart, where torch's own way of doing so is wrong or one graph cannot hold them.
 
 multilabel_margin_loss   torch (2.11 to 2.13) counts, for each place behind a row's first -1, the margin to class 0.
+ctc_loss                 what it keeps for its backward has a size that depends on values.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from zbfx.ctc import ctc_loss
 
 REDUCTIONS: Mapping[int, Callable[[Tensor], Tensor]] = {0: lambda losses: losses, 1: Tensor.mean, 2: Tensor.sum}
 
@@ -39,4 +42,6 @@ def multilabel_margin_loss(scores: Tensor, labels: Tensor, reduction: int) -> tu
 
 RIGHT: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten.multilabel_margin_loss_forward.default: multilabel_margin_loss,
+    torch.ops.aten.ctc_loss.Tensor: ctc_loss,
+    torch.ops.aten.ctc_loss.IntList: ctc_loss,
 }

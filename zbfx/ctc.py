@@ -1,0 +1,76 @@
+"""The CTC loss as operators of ours, whose results have sizes that the tracer knows.
+
+torch's `_ctc_loss` also returns what its backward needs, of a size that depends on the values of the targets' lengths,
+which one graph cannot hold. Here the backward computes that again: the same kernels, and the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+library = torch.library.Library("zbfx", "FRAGMENT")
+
+
+def define(name: str, lengths: str, forward: Any, backward: Any) -> Any:
+    """`name` of log probabilities (steps, rows, classes) gives the loss of each row; `lengths` is the type of the
+    lengths of inputs and targets, `forward` and `backward` are torch's operators for it."""
+    rest = f"Tensor log_probs, Tensor targets, {lengths} input_lengths, {lengths} target_lengths, int blank, "
+    rest += "bool zero_infinity) -> Tensor"
+    library.define(f"{name}({rest}")
+    library.define(f"{name}_backward(Tensor gradient, {rest}")
+    backward_name = f"zbfx::{name}_backward"
+
+    def losses(*args: Any) -> Any:
+        return forward(*args)[0]
+
+    def gradient_of(gradient: Tensor, *args: Any) -> Any:
+        *of, blank, zero_infinity = args
+        return backward(gradient, *of, *forward(*args), blank, zero_infinity)
+
+    def backpropagate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        log_probs, targets, *tensors = ctx.saved_tensors
+        sizes = tensors or ctx.sizes
+        found = getattr(torch.ops.zbfx, f"{name}_backward").default(gradient, log_probs, targets, *sizes, *ctx.options)
+        return found, None, None, None, None, None
+
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        log_probs, targets, *sizes, blank, zero_infinity = inputs
+        ctx.sizes, ctx.options = sizes, (blank, zero_infinity)
+        ctx.save_for_backward(log_probs, targets, *(size for size in sizes if isinstance(size, Tensor)))
+
+    library.impl(name, losses, "CompositeExplicitAutograd")
+    library.impl(f"{name}_backward", gradient_of, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"zbfx::{name}", lambda log_probs, *_: log_probs.new_empty(log_probs.shape[1]))
+    torch.library.register_fake(backward_name, lambda _, log_probs, *__: log_probs.new_empty(log_probs.shape))
+    torch.library.register_autograd(f"zbfx::{name}", backpropagate, setup_context=remember)
+    return getattr(torch.ops.zbfx, name).default
+
+
+BY_TENSORS = define("ctc_loss", "Tensor", aten._ctc_loss.Tensor, aten._ctc_loss_backward.Tensor)
+BY_NUMBERS = define("ctc_loss_of_sizes", "SymInt[]", aten._ctc_loss.default, aten._ctc_loss_backward.default)
+
+
+def ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> Tensor:
+    """As `torch.ctc_loss`: log probabilities (steps, rows, classes), or (steps, classes) of one row. `reduction`: none,
+    mean over letters and rows, sum as 0, 1, 2."""
+    rows = log_probs if log_probs.dim() == 3 else log_probs[:, None]
+    by = BY_TENSORS if isinstance(input_lengths, Tensor) else BY_NUMBERS
+    losses = by(rows, targets.to(rows.device, torch.long), input_lengths, target_lengths, blank, zero_infinity)
+    if zero_infinity:
+        losses = torch.where(losses == torch.inf, 0.0, losses)
+    if reduction == 1:
+        letters = torch.as_tensor(target_lengths).to(losses.device, losses.dtype)
+        return (losses / letters.clamp_min(1)).mean()
+    return losses.sum() if reduction == 2 else losses if log_probs.dim() == 3 else losses[0]
