@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.models import Problem, gpt2, mirrored, mlp
 from tests.reference import compiled
 from zbfx import rank_step
+from zbfx.errors import PipelineFault
 from zbfx.optim import PostValidated
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -114,6 +115,7 @@ def optimizer_ranks(rank: int) -> dict[str, Any]:
     alone = gpt2(4)
     results["tied local"] = asdict(train(alone, compiled(alone, world, 4).run_local(), 4, max_norm=0.5, sync=True))
     results["nan"] = not_finite(world)
+    results["fault"] = failing(rank, world)
     return results
 
 
@@ -133,6 +135,31 @@ def replicated_ranks(rank: int) -> dict[str, Any]:
         alone = train(whole, compiled(whole, 2, 6).run_local(), 6, max_norm=max_norm, sync=True, rolled=False)
         results[f"{max_norm} alone"] = asdict(alone)
     return results
+
+
+class Failing(torch.optim.SGD):
+    """Fails in its second step."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        if any(self.state.values()):
+            raise ArithmeticError("on purpose")
+        return super().step(*args, **kwargs)
+
+
+def failing(rank: int, world: int) -> str:
+    """What each rank hears where the first one of the chain fails after it has passed its state on, and lives on."""
+    problem = mlp(5)
+    step = compiled(problem, world, 5).bind()
+    make = Failing if rank == 0 else torch.optim.SGD
+    optimizer = PostValidated(make(step.parameters(), lr=0.01, momentum=0.9), step, max_norm=10.0)
+    try:
+        for _ in range(5):
+            step(*problem.inputs, *problem.targets)
+            optimizer.step()
+    except PipelineFault as error:
+        dist.barrier()
+        return str(error)
+    return ""
 
 
 def not_finite(world: int) -> dict[str, Any]:

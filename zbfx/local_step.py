@@ -55,14 +55,12 @@ class LocalStep(Step):
             runner.finish_gradients()
         return engine.batch_loss
 
-    def guarded(self, work: Callable[[], T], engine: Engine | None = None) -> T:
+    def guarded(self, work: Callable[[], T]) -> T:
         """After a failure nothing is on its way: the step can be called again."""
         try:
             return work()
         except BaseException:
-            engines = (self.engine, *self.others.values())
-            for runner in [r for e in engines for r in e.runners] + (self.optimizer.runners if self.optimizer else []):
-                runner.transport.drop()
+            self.drop()
             raise
 
     def transports(self, programs: Sequence[Program], pairs: Collection[tuple[int, int]]) -> list[Transport]:

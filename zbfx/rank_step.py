@@ -106,7 +106,7 @@ class RankStep(Step):
             self.channels.history.refused()
             if not self.channels.all_arrive(f"refused {self.refusals}"):
                 # The other ranks took their batches and wait for this one: they must hear of it.
-                self.engine.runners[0].transport.drop()
+                self.drop()
                 self.fault = self.channels.fail(error)
             raise
         except PipelineFault as error:
@@ -171,17 +171,17 @@ class RankStep(Step):
             engine.runners[0].finish_gradients()
             return loss
 
-        loss = self.guarded(work, engine)
+        loss = self.guarded(work)
         engine.runs += 1
         return loss
 
-    def guarded(self, work: Callable[[], T], engine: Engine | None = None) -> T:
+    def guarded(self, work: Callable[[], T]) -> T:
         self.refuse_ended()
         try:
             with self.channels.watched():
                 return work()
         except BaseException as error:
-            (engine or self.engine).runners[0].transport.drop()
+            self.drop()
             self.fault = self.channels.fail(error)
             if not isinstance(error, Exception):  # Ctrl-C and exit stay what they are
                 raise

@@ -294,8 +294,14 @@ class Step(ABC):
         """The shapes of the call's batch, by name."""
 
     @abstractmethod
-    def guarded(self, work: Callable[[], T], engine: Engine | None = None) -> T:
+    def guarded(self, work: Callable[[], T]) -> T:
         """Do what other ranks wait for; if it fails, they hear of it."""
+
+    def drop(self) -> None:
+        """Forget what is on its way, after a failure: messages that wait keep connections open."""
+        runners = [runner for engine in (self.engine, *self.others.values()) for runner in engine.runners]
+        for runner in runners + (self.optimizer.runners if self.optimizer else []):
+            runner.transport.drop()
 
     @abstractmethod
     def transports(self, programs: Sequence[Program], pairs: Collection[tuple[int, int]]) -> list[Transport]:

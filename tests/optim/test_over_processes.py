@@ -54,6 +54,11 @@ def test_all_ranks_skip_and_name_stage_and_microbatch(ranks: Results) -> None:
         assert (found["counts"]["steps"], found["counts"]["skipped"]) == (3, 1)
 
 
+def test_a_failing_optimizer_is_heard_of_at_once(ranks: Results) -> None:
+    """While its process lives on, with messages under way."""
+    assert [results["fault"] for results in ranks.values()] == ["rank 0: ArithmeticError: on purpose"] * len(ranks)
+
+
 def test_replicas_come_to_the_same_verdict(tmp_path: Path) -> None:
     """Two of two ranks, against one process with the batches of both."""
     ranks = launch(4, "optimizer-replicas", tmp_path, {0, 1, 2, 3})

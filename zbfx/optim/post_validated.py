@@ -132,9 +132,9 @@ class PostValidated(torch.optim.Optimizer):
             self.shares.append(Share(runner.rank, tuple(stepped), tuple(counted)))
         self.seen: dict[int, list[Any]] = {share.rank: [] for share in self.shares} if check_finite else {}
         self.zero: bool | None = None  # whether the zero_grad that waits sets gradients to None
+        self.runners: list[RankRunner] = []
         step.attach(self)
         step.engine.scale = self.scale
-        self.runners: list[RankRunner] = []
         if not sync:
             self.build_runners()
 
