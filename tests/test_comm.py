@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import zbfx
+from tests.devices import Device, Events
 from tests.models import mlp
 from tests.reference import assert_same, compiled, gradients, reference
 from zbfx.calls import PhaseCall
-from zbfx.comm import LocalTransport, Mailbox
+from zbfx.comm import GroupTransport, LocalTransport, Mailbox
 from zbfx.engine import take_turns
 from zbfx.messages import Message, TensorLayout
 from zbfx.run import Wait
@@ -89,6 +90,33 @@ def test_ranks_that_wait_for_each_other_are_named(ends: tuple[LocalTransport, Lo
 
     with pytest.raises(AssertionError, match="programs deadlock: 0 waits for a, 1 waits for back"):
         take_turns([run(ends[0], "a", "back"), run(ends[1], "back", "a")])
+
+
+def test_what_is_under_way_is_joined_where_a_graph_ends() -> None:
+    """What one graph begins no other can wait for: messages, and shards of parameters that are first read later."""
+    events = Events(inbox=0, lines=False)
+    device = Device(events, 0)
+    waited: list[str] = []
+
+    class Shards:
+        def wait(self) -> None:
+            waited.append("shards")
+
+    device.join_shards = lambda flat: Shards()  # type: ignore[attr-defined]
+    transport = GroupTransport(MESSAGES, device)  # type: ignore[arg-type]
+    with device.capturing() as tape:
+        transport.gather("bucket", torch.zeros(2))
+        transport.send("a", (torch.zeros(2),))
+        transport.post("back")
+        assert transport.join() == {"back"}
+        begun = {transfer for transfer, waits, _ in tape if not waits}
+        assert len(begun) == 2
+        assert {transfer for transfer, waits, _ in tape if waits} == begun
+    assert waited == ["shards"]
+    transport.gathered("bucket")  # in the next graph
+    transport.release("a")
+    assert transport.receive("back")[0].shape == (2,)
+    assert waited == ["shards"]
 
 
 def test_a_step_that_failed_can_be_called_again() -> None:

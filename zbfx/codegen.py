@@ -240,10 +240,9 @@ class RankProgram:
             return ()
         call, name = self.call_of(phase), f"{phase.name}_beside"
         self.modules.setdefault(name, streams.Beside(call))
-        args = tuple(self.nodes[item, action.microbatch] for item in call.arguments)
-        started = self.graph.create_node(
-            "call_module", name, (self.microbatches[action.microbatch], *args), name=f"{phase.name}_{action.microbatch}"
-        )
+        k = action.microbatch
+        args = (self.microbatches[k], *(self.nodes[item, k] for item in call.arguments))
+        started = self.graph.create_node("call_module", name, args, name=f"{phase.name}_{k}")
         started.meta["action"] = action
         return (started, *args)
 

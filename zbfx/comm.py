@@ -300,7 +300,8 @@ class GroupTransport:
         self.gathering[key] = self.channels.join_shards(parameters)
 
     def gathered(self, key: str) -> None:
-        self.wait(self.gathering.pop(key), f"the shards of {key} from the replicas, one of which")
+        if key in self.gathering:  # `join` may have waited for it
+            self.wait(self.gathering.pop(key), f"the shards of {key} from the replicas, one of which")
 
     def finish(self) -> None:
         """Wait until everything sent has left."""
@@ -308,12 +309,14 @@ class GroupTransport:
             self.release(key)
 
     def join(self) -> set[str]:
-        """Wait until everything sent has left and everything posted has come; returns the latter's keys, which are
-        received later."""
+        """Wait until everything sent has left, and everything posted and gathered has come; returns the keys of what
+        was posted, which is received later."""
         for key, (works, values) in list(self.posted.items()):
             for work in works:
                 self.wait(work, self.arriving(key))
             self.posted[key] = ([], values)
+        for key in list(self.gathering):
+            self.gathered(key)
         self.finish()
         return set(self.posted)
 
