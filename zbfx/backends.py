@@ -19,7 +19,7 @@ from torch import Tensor
 from zbfx.batch import on_device
 from zbfx.copies import Line
 from zbfx.engine import Engine, take_turns
-from zbfx.errors import ZbfxError
+from zbfx.errors import InputError, ZbfxError
 from zbfx.rank_step import RankStep
 from zbfx.run import Environment, Wait, restore
 from zbfx.timeline import Recorder
@@ -71,18 +71,19 @@ class Capture:
     prefix: Part | None = None  # what runs before the verdict on an optimizer step
     received: frozenset[str] = frozenset()  # messages for later that the prefix receives
     watched: tuple[Any, ...] = ()
-    addresses: tuple[int, ...] = ()  # of the parameters and buffers that it reads
+    tensors: Sequence[Tensor] = ()  # parameters, buffers and gradients: `model.to(...)` there and back moves them
+    addresses: tuple[int, ...] = ()  # where it reads and writes them
     recorder: Recorder | None = None  # whose marks it writes: they live as long as the graph
 
-    def serves(self, addresses: tuple[int, ...], recorder: Recorder | None) -> bool:
-        """Whether a step that reads these tensors, and writes these marks, is a replay."""
-        return self.addresses == addresses and self.recorder is recorder
+    @property
+    def is_left(self) -> bool:
+        """Whether any of its tensors has moved."""
+        return tuple(map(Tensor.data_ptr, self.tensors)) != self.addresses
 
 
 @dataclass(frozen=True)
 class Static:
-    """What the graphs of an engine read: a batch, and the rank's parameters and buffers, whose memory
-    `model.to(...)` there and back changes."""
+    """What the graphs of an engine read: a batch, and the rank's parameters and buffers."""
 
     rows: list[list[Tensor]]
     tensors: list[Tensor]
@@ -108,6 +109,17 @@ class CapturedStep(RankStep):
         engine.runners[0].keep_gradients, engine.runners[0].kept = True, self.engine.runners[0].kept
         return engine
 
+    def check_model(self, *, evaluation: bool = False) -> None:
+        super().check_model(evaluation=evaluation)
+        waits = self.optimizer is not None and self.optimizer.pending is not None
+        if waits and any(e.captured is not None and e.captured.is_left for e in (self.engine, *self.others.values())):
+            # To capture anew settles the step before the forwards; ranks whose tensors came back to the same places
+            # settle it after theirs.
+            raise InputError(
+                "the model was moved while an optimizer step waits for its verdict. Call optimizer.settle(), on all "
+                "ranks, before model.to(...)"
+            )
+
     def execute(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         runner = engine.runners[0]
         if engine.pipe.schedule.name == FORWARD:
@@ -122,11 +134,18 @@ class CapturedStep(RankStep):
         for static_row, row in zip(engine.static.rows, rows, strict=True):
             for static, tensor in zip(static_row, row, strict=True):
                 static.copy_(on_device(tensor, static.device))
-        addresses = tuple(map(Tensor.data_ptr, engine.static.tensors))
-        starts = engine.captured is None or not engine.captured.serves(addresses, runner.recorder)
+        known: Capture | None = engine.captured
+        starts = known is None or known.is_left or known.recorder is not runner.recorder
         if starts:
+            del known
             self.settle_first(runner)
-            engine.captured = replace(self.capture(engine), addresses=addresses, recorder=runner.recorder)
+            tensors = [*engine.static.tensors, *runner.kept.values()]
+            engine.captured = replace(
+                self.capture(engine),
+                tensors=tensors,
+                addresses=tuple(map(Tensor.data_ptr, tensors)),
+                recorder=runner.recorder,
+            )
         captured: Capture = engine.captured
         if runner.recorder is not None:
             self.channels.barrier()

@@ -59,7 +59,8 @@ class Shards:
 
 class FlatGradients:
     """The flat tensors of a rank's buckets. `views` are the gradients in them, by parameter; `results` are the tensors
-    that end up in `.grad` of `owners`: the views, or with ZeRO-1 this replica's share of each flat tensor."""
+    that end up in `.grad` of `owners`: of the same memory as the views, or with ZeRO-1 as this replica's share of each
+    flat tensor. A model that is moved takes them along."""
 
     def __init__(self, buckets: Sequence[Bucket], named: Mapping[str, Tensor], shards: Shards | None = None) -> None:
         self.flat: dict[str, Tensor] = {}
@@ -69,11 +70,15 @@ class FlatGradients:
             self.flat[bucket.key], views = flattened(bucket, device, shards.replicas if shards else 1)
             self.views |= views
         self.owners: Mapping[str, Tensor] = shards.parameters if shards else {name: named[name] for name in self.views}
-        self.results = {key: shards.own(flat) for key, flat in self.flat.items()} if shards else self.views
+        self.places = {key: shards.own(flat) for key, flat in self.flat.items()} if shards else self.views
+        self.results: dict[str, Tensor] = {}
         self.before: dict[str, Tensor] = {}
 
     def start(self) -> None:
         """Zero all sums; `.grad` is a view of them, unless it is a tensor of the user's."""
+        for name, place in self.places.items():
+            if name not in self.results or self.results[name].data_ptr() != place.data_ptr():
+                self.results[name] = place.detach()
         self.before = {
             name: owner.grad.clone() if owner.grad is self.results[name] else owner.grad
             for name, owner in self.owners.items()
