@@ -162,16 +162,17 @@ def alone(device: torch.device) -> dict[str, dict[str, Tensor]]:
 
 
 def optimizer(device: torch.device) -> dict[str, dict[str, Any]]:
-    """Training with `PostValidated`, by case: with a barrier and without, where every step clips, where none does, and
-    where half of the gradients of one step are infinite. Norms at which some ranks step early and are wrong come from a
-    first run."""
+    """Training with `PostValidated`, by case: with a barrier and without, where every step clips and where none does;
+    one is profiled, and the gradients of two are infinite on one rank."""
     torch.use_deterministic_algorithms(True)
     model, batch = model_and_batch(SMALL, MICROBATCHES * 2, device)
     first = {name: value.clone() for name, value in model.state_dict().items()}
     found: dict[str, dict[str, Any]] = {}
     settings = [(1.0, True), (1e-2, True), (1e3, True), (1.0, False)]
     cases = [("zb-h2", "cudagraph", settings), ("zb-h2", "eager", settings[:2]), ("1f1b", "cudagraph", settings[:2])]
-    cases += [("zb-v", "cudagraph", settings[:2])] if dist.get_world_size() > 1 else []
+    cases += [("zb-v", "cudagraph", settings[:2])]
+    if dist.get_world_size() > 2:  # ranks between others, with messages both ways
+        cases = [(schedule, "cudagraph", settings[1:2]) for schedule in ("1f1b", "zb-v", "interleaved-1f1b")]
     for schedule, backend, chosen in cases:
         pipe = compiled(model, batch, MICROBATCHES, schedule=schedule, backend=backend)
         for (max_norm, fused), sync in product(chosen, (True, False)):
@@ -183,7 +184,9 @@ def optimizer(device: torch.device) -> dict[str, dict[str, Any]]:
 def validated(
     pipe: zbfx.Pipeline, batch: tuple[Tensor, Tensor], max_norm: float, fused: bool, sync: bool
 ) -> dict[str, Any]:
-    """Eight steps; the gradients of the sixth are spoilt on the last rank of the pipeline."""
+    """Eight steps, of which the fifth is profiled. Gradients of the sixth are spoilt on the last rank of the pipeline,
+    and of the seventh on the first: one of both begins the chain along which norms travel, so that no rank steps early
+    and forwards run once."""
     step = pipe.bind()
     for parameter in step.parameters():
         parameter.grad = None
@@ -191,12 +194,16 @@ def validated(
     post = zbfx.optim.PostValidated(inner, step, max_norm=max_norm, sync=sync)
     losses = []
     for count in range(8):
-        losses.append(step(*batch))
-        if count == 5 and dist.get_rank() == dist.get_world_size() - 1:
+        if count == 4:
+            step.profile(*batch)
+        else:
+            losses.append(step(*batch))
+        if (count, dist.get_rank()) in ((5, dist.get_world_size() - 1), (6, 0)):
             next(p.grad for p in step.parameters() if p.grad is not None).fill_(torch.inf)
         post.step()
         post.zero_grad()
     post.settle()
+    step.close()
     parameters = {name: p.detach().cpu() for name, p in step.named_parameters()}
     return {"losses": torch.stack(losses).cpu(), "parameters": parameters, "counts": asdict(post.counts)}
 
@@ -300,7 +307,8 @@ class WaitsForTheDevice(TorchDispatchMode):
 
 def loading(device: torch.device) -> dict[str, list[Tensor]]:
     """Losses by case where whatever a rank calls first waits for its whole device. Where phases are compiled, their
-    first calls do."""
+    first calls do. All optimizer steps clip, but for the third, which is skipped: all ranks know so at once, run no
+    forwards again, and tell each other why."""
     model, batch = model_and_batch(SMALL, MICROBATCHES * 2, device)
     found: dict[str, list[Tensor]] = {}
     cases = [(schedule, "eager") for schedule in ("zb-2p", "zb-v", "interleaved-1f1b")]
@@ -309,14 +317,18 @@ def loading(device: torch.device) -> dict[str, list[Tensor]]:
         for call in {id(call.phase): call for call in step.engine.runners[0].calls}.values():
             call.run = waits_once(call.run)
         inner = torch.optim.SGD(step.parameters(), lr=0.0)
-        optimizer = zbfx.optim.PostValidated(inner, step, max_norm=1.0, sync=False)
+        optimizer = zbfx.optim.PostValidated(inner, step, max_norm=1e-3)
         with WaitsForTheDevice() if backend != "inductor" else nullcontext():
             losses = found[f"{schedule} {backend}"] = []
-            for _ in range(2):
+            for count in range(4):
                 losses.append(step(*batch).cpu())
+                for parameter in step.parameters() if count == 2 else ():
+                    parameter.grad = torch.full_like(parameter, torch.inf)
                 optimizer.step()
                 optimizer.zero_grad()
             optimizer.settle()
+        counts = optimizer.counts
+        assert (counts.clipped, counts.skipped, counts.repeated) == (3, 1, 3), counts
         step.close()
     return found
 
@@ -339,6 +351,23 @@ def unwaited(device: torch.device) -> dict[str, list[Tensor]]:
                 tensor.zero_()
         torch.cuda.set_sync_debug_mode("default")
         found[f"{backend} {transport} {place}"] = [loss.cpu() for loss in losses]
+        step.close()
+    return found
+
+
+def emptied(device: torch.device) -> dict[str, list[Tensor]]:
+    """Losses by backend of steps and evaluations before which PyTorch gives back all memory that it keeps: they ask for
+    it again while other ranks' messages wait."""
+    model, batch = model_and_batch(SMALL, MICROBATCHES * 2, device)
+    found: dict[str, list[Tensor]] = {}
+    for backend, schedule in product(("eager", "cudagraph"), ("gpipe", "zb-v")):
+        step = compiled(model, batch, MICROBATCHES, schedule=schedule, backend=backend).bind(timeout_s=60.0)
+        losses = found[f"{backend} {schedule}"] = []
+        for _ in range(4):
+            torch.cuda.empty_cache()
+            losses.append(step(*batch).cpu())
+            torch.cuda.empty_cache()
+            losses.append(step.evaluate(*batch).cpu())
         step.close()
     return found
 
@@ -423,6 +452,7 @@ SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
     "missing": missing,
     "loading": loading,
     "unwaited": unwaited,
+    "emptied": emptied,
     "profiled": profiled,
 }
 

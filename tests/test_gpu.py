@@ -78,8 +78,9 @@ def test_one_microbatch(tmp_path: Path) -> None:
 def test_code_is_loaded_before_messages(tmp_path: Path, world: int) -> None:
     first, *others = launch(world, "loading", tmp_path)
     expected = first["zb-2p eager"][0]
-    for case, (loss, again) in first.items():
-        assert torch.equal(loss, again), case
+    for case, (loss, *later) in first.items():
+        assert len(later) == 3
+        assert all(torch.equal(loss, again) for again in later), case
         assert error(loss, expected) < 1e-2 if "inductor" in case else torch.equal(loss, expected), case
     assert all(found == first for found in others)
 
@@ -89,6 +90,14 @@ def test_steps_do_not_wait_for_the_device(tmp_path: Path) -> None:
     losses = [loss for case in first.values() for loss in case]
     assert len(losses) >= 36
     assert all(torch.equal(loss, losses[0]) for loss in losses)
+    assert other == first
+
+
+def test_memory_is_asked_for_while_messages_wait(tmp_path: Path) -> None:
+    first, other = launch(2, "emptied", tmp_path)
+    for case, losses in first.items():
+        assert len(losses) == 8
+        assert all(error(loss, losses[0]) < 1e-3 for loss in losses), case
     assert other == first
 
 
@@ -112,9 +121,10 @@ def test_two_hundred_steps(tmp_path: Path, backend: str) -> None:
         assert found["slow"] == 0, found
 
 
-def test_optimizer_steps_without_a_barrier(tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", [2, 4])
+def test_optimizer_steps_without_a_barrier(tmp_path: Path, world: int) -> None:
     """Equal in bits to those with one, on every backend, decided by the process and by the device."""
-    for rank in launch(2, "optimizer", tmp_path):
+    for rank in launch(world, "optimizer", tmp_path):
         for case, found in rank.items():
             setting, _, sync = case.rpartition(" ")
             if sync == "True":
@@ -123,8 +133,10 @@ def test_optimizer_steps_without_a_barrier(tmp_path: Path) -> None:
             assert torch.equal(found["losses"], expected["losses"]), case
             for name, value in found["parameters"].items():
                 assert torch.equal(value, expected["parameters"][name]), (case, name)
-            assert found["counts"]["skipped"] == 1, case
+            assert found["counts"]["skipped"] == expected["counts"]["skipped"] == 2, case
             assert found["counts"]["clipped"] == expected["counts"]["clipped"], case
+            assert found["counts"]["clipped"] == 6 or " 0.01 " not in case, case
+            assert found["counts"]["clipped"] == 0 or " 1000.0 " not in case, case
             assert found["counts"]["repeated"] >= expected["counts"]["clipped"], case
 
 
