@@ -103,8 +103,11 @@ def runner_of(pipe: zbfx.Pipeline, program: Program, device: Device) -> RankRunn
     return runner
 
 
-def launch(pipe: zbfx.Pipeline, chain: Chain, program: Program, device: Device, *, captured: bool) -> None:
-    """Steps of a rank, as `CapturedStep` and `RankStep` launch them, and the optimizer's."""
+def launch(
+    pipe: zbfx.Pipeline, chain: Chain, program: Program, device: Device, *, captured: bool, early: bool = False
+) -> None:
+    """Steps of a rank, as `CapturedStep` and `RankStep` launch them, and the optimizer's. `early`: ranks tell each
+    other why a step is skipped before they launch the rest of the next one."""
     runner = runner_of(pipe, program, device)
     optimizer = runner_of(pipe, optimizer_program(chain, pipe.schedule, program.rank), device)
     states: list[int | None] = []
@@ -141,9 +144,11 @@ def launch(pipe: zbfx.Pipeline, chain: Chain, program: Program, device: Device, 
             device.replay(prefix)
             if pending is not None and finished(runner.settle(step, warmed_up=True, received=received)):
                 device.replay(prefix)
+            if early and verdict == "skipped":
+                device.meet()
             device.replay(rest)
             runner.transport.finish()
-        if verdict is not None and "skipped" in verdict:
+        if verdict is not None and "skipped" in verdict and not early:
             device.wait_for()
             device.meet()  # where it began
         finished(optimizer.execute(range(len(optimizer.nodes)), {optimizer.nodes[0]: optimizer.transport}, step))
@@ -173,3 +178,15 @@ def test_ranks_do_not_wait_for_each_other(
     for program in pipe.programs:
         launch(pipe, chain, program, Device(events, program.rank), captured=captured)
     assert events.circle() == []
+
+
+def test_ranks_that_tell_each_other_too_early_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a graph that ends once its messages are received, on a device for which a host waits."""
+    monkeypatch.setattr(run, "on_stream", on_stream)
+    pipe, chain = validated(0, "zb-h2")
+    events = Events(*CHANNELS["inboxes"])
+    for program in pipe.programs:
+        launch(pipe, chain, program, Device(events, program.rank), captured=True, early=True)
+    circle = events.circle()
+    assert {f"rank {rank}: the host has met others" for rank in range(4)} & set(circle)
+    assert any("a graph ends" in event for event in circle)
