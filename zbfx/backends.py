@@ -9,7 +9,8 @@ cudagraph+inductor  compiled phases, captured
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -186,10 +187,7 @@ class CapturedStep(RankStep):
     def part(self, run: Callable[[], Any], after: Part | None = None) -> Part:
         """What `run` does, as a graph; with the memory of the part `after` which it is replayed."""
         graph, pool = torch.cuda.CUDAGraph(), None if after is None else after.graph.pool()
-        with (
-            self.channels.lines_used() as lines,
-            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
-        ):
+        with self.channels.lines_used() as lines, capturing(graph, pool):
             run()
         return Part(graph, self.channels.device, lines)
 
@@ -211,6 +209,23 @@ class CapturedStep(RankStep):
         prefix = self.part(warm_up)
         whole = self.part(complete, after=prefix)
         return Capture(whole, engine.batch_loss, prefix, frozenset(received), tuple(runner.watched or ()))
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """What ends a capture is raised, and not what torch says of one that was ended; the stream is that of before."""
+    stream, failure = torch.cuda.current_stream(), None
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            try:
+                yield
+            except BaseException as error:
+                failure = error
+                raise
+    except BaseException as error:
+        torch.cuda.set_stream(stream)
+        first = failure or error
+        raise first from first.__cause__
 
 
 def finished(run: Generator[Wait, None, T]) -> T:
