@@ -238,6 +238,13 @@ def test_step_after_a_failure_says_so(four: Results) -> None:
         assert "action B2.1" in message
 
 
+def test_a_rank_that_ends_in_bind_is_not_waited_for_until_the_timeout(tmp_path: Path) -> None:
+    results = launch(2, "meeting-ranks", tmp_path, {0})  # rank 1 is killed
+    (message,) = refusals(results, "ended", "PipelineFault")
+    assert "waiting for the other ranks in bind, one of which is lost" in message
+    assert results[0]["late"] == results[0]["local"], "one that is late in a step is waited for"
+
+
 def test_killed_rank_is_named_by_the_others(three: Results) -> None:
     for message in refusals(three, "killed", "PipelineFault"):
         assert "waiting for message" in message

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import zbfx
 from tests.models import Problem, gpt, gpt2, mlp, numbers
 from tests.optimizers import optimizer_ranks, replicated_ranks
 from tests.reference import compiled, reference, rescheduled
-from zbfx import rank_step
+from zbfx import channels, rank_step
 
 LIMIT_S = 100  # for all ranks to end
 STEPS = 20
@@ -333,7 +334,31 @@ def killed(rank: int) -> dict[str, Any]:
     return refusal(lambda: step(*problem.inputs, *problem.targets))
 
 
+def meeting_ranks(rank: int) -> dict[str, Any]:
+    """Rank 0 is late for a step by more than processes wait for each other in bind; then rank 1 ends in bind."""
+    channels.MEETING = timedelta(seconds=2)
+    problem = mlp(3)
+    pipe = compiled(problem, 2, 3)
+    step = pipe.bind()
+    if rank == 0:
+        time.sleep(4)
+    loss = step(*problem.inputs, *problem.targets).item()
+    step.close()
+    group = channels.new_group
+
+    def ending(*args: Any) -> dist.ProcessGroup:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1)
+        return group(*args)
+
+    local = pipe.run_local()(*problem.inputs, *problem.targets).item()
+    channels.new_group = ending  # type: ignore[assignment]
+    return {"late": loss, "local": local, "ended": refusal(pipe.bind)}
+
+
 SCENARIOS: dict[str, Scenario] = {
+    "meeting-ranks": meeting_ranks,
     "four-ranks": four_ranks,
     "three-ranks": three_ranks,
     "optimizer": optimizer_ranks,

@@ -14,6 +14,7 @@ torch._C._functorch                 2.11.0, 2.13.0   what torch.func wraps tenso
 _foreach_norm, _foreach_copy_       2.11.0, 2.13.0   one kernel for many tensors
 _set_mkldnn_enabled                 2.11.0, 2.13.0   backends.mkldnn.flags sets more, and warns of it
 reduce_scatter_single, ...          2.13.0           public, and called reduce_scatter_tensor in 2.11.0
+_set_pg_timeout                     2.11.0, 2.13.0   a group's timeout after its creation, but for messages of gloo
 _c10d_functional.wait_tensor        2.11.0, 2.13.0   the end of a collective in a graph
 _detect_is_causal_mask              2.11.0, 2.13.0   nn.Transformer's look at a mask's values
 compile_fx, GmWrapper               2.11.0, 2.13.0   a graph compiled to a function that empties its argument, a list
@@ -32,6 +33,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, cast
 
 import sympy
@@ -112,6 +114,7 @@ __all__ = [
     "part_tables",
     "pytree",
     "same_storage",
+    "set_group_timeout",
     "shape_env",
     "size_guards",
     "sum_shards",
@@ -293,6 +296,11 @@ def local_description(description: Any) -> Any:
 def group_store(group: dist.ProcessGroup) -> dist.Store:
     """The key-value store that the ranks of a group share."""
     return group.get_group_store()
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """How long collectives of a group wait from now on; messages of gloo keep the timeout of its creation."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def foreach_norm(tensors: Sequence[Tensor]) -> list[Tensor]:

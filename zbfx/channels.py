@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbfx._torch import group_store, join_shards, sum_shards
+from zbfx._torch import group_store, join_shards, set_group_timeout, sum_shards
 from zbfx.copies import OTHER_STREAMS, Line, Lines, Pair, open_lines, room
 from zbfx.errors import SAME_CALLS, PipelineFault, ZbfxError, listed
 from zbfx.history import History
@@ -26,6 +26,7 @@ from zbfx.together import exchange, waiting
 TRANSPORTS = ("auto", "copies", "group")
 NCCL_BLOCKS = 2  # thread blocks per communicator: enough to hide a message behind an action
 NCCL_REDUCTION_BLOCKS = 8  # of a communicator that reduces gradients beside the last Ws
+MEETING = timedelta(seconds=30)  # how long processes that are all about to create a group wait for each other
 FAULT_KEY = "fault"
 FAULT_GRACE = timedelta(seconds=3)  # how long a rank that lost a connection waits for the reason
 GIVEN_UP = 0x7FFFFFFF  # the tag of receives that are given up, to close a group's connections
@@ -51,14 +52,28 @@ class Transfer(Protocol):
     def wait(self) -> Any: ...
 
 
-def new_group(processes: Iterable[int], timeout: timedelta, backend: str, blocks: int) -> dist.ProcessGroup:
-    """A process group; every process of the world calls this, member or not.
+class Bounded(NamedTuple):
+    """One in a gloo group, whose own bound is that of its creation."""
+
+    work: dist.Work
+    timeout: timedelta
+
+    def wait(self) -> Any:
+        return self.work.wait(self.timeout)
+
+
+def new_group(processes: Collection[int], timeout: timedelta, backend: str, blocks: int) -> dist.ProcessGroup:
+    """A process group; every process of the world calls this, member or not, and at about the same time: a process
+    that has ended meanwhile is not waited for as long as `timeout`.
 
     A receive that waits keeps its thread blocks spinning on the device: NCCL gets few of them, and a stream whose
     kernels start ahead of queued compute.
     """
     if backend == "gloo":
-        return dist.new_group(sorted(processes), timeout=timeout, backend="gloo")
+        group = dist.new_group(sorted(processes), timeout=min(timeout, MEETING), backend="gloo")
+        if dist.get_rank() in processes:
+            set_group_timeout(group, timeout)
+        return group
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.max_ctas = blocks
     return dist.new_group(sorted(processes), timeout=timeout, backend="nccl", pg_options=options)
@@ -119,6 +134,8 @@ class Channels:
         each other."""
         new = sorted(set(pairs) - self.opened)
         self.opened.update(new)
+        if new:
+            self.gather(None)  # others may have to compile before they come here
         lined = self.open_lines(new) if new else set()
         for source, target in new:
             if (source, target) not in lined:
@@ -157,16 +174,18 @@ class Channels:
             return self.lines[self.rank, target].transfer(value)
         group = self.pairs[self.rank, target]
         work = dist.isend(value, dst=self.place.processes[target], group=group, tag=self.tag)
-        assert work is not None, "this process is one of the two"
-        return work
+        return self.transfer(work)
 
     def irecv(self, value: Tensor, source: int) -> Transfer:
         if (source, self.rank) in self.lines:
             return self.lines[source, self.rank].transfer(value)
         group = self.pairs[source, self.rank]
         work = dist.irecv(value, src=self.place.processes[source], group=group, tag=self.tag)
+        return self.transfer(work)
+
+    def transfer(self, work: dist.Work | None) -> Transfer:
         assert work is not None, "this process is one of the two"
-        return work
+        return Bounded(work, self.timeout) if self.backend == "gloo" else work
 
     @contextmanager
     def lines_used(self) -> Iterator[list[Line]]:
