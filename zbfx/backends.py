@@ -81,6 +81,10 @@ class Capture:
         """Whether any of its tensors has moved."""
         return tuple(map(Tensor.data_ptr, self.tensors)) != self.addresses
 
+    def serves(self, recorder: Recorder | None) -> bool:
+        """Whether a step that writes these marks is a replay."""
+        return self.recorder is recorder and not self.is_left
+
 
 @dataclass(frozen=True)
 class Static:
@@ -135,10 +139,8 @@ class CapturedStep(RankStep):
         for static_row, row in zip(engine.static.rows, rows, strict=True):
             for static, tensor in zip(static_row, row, strict=True):
                 static.copy_(on_device(tensor, static.device))
-        known: Capture | None = engine.captured
-        starts = known is None or known.is_left or known.recorder is not runner.recorder
+        starts = engine.captured is None or not engine.captured.serves(runner.recorder)
         if starts:
-            del known
             self.settle_first(runner)
             tensors = [*engine.static.tensors, *runner.kept.values()]
             engine.captured = replace(

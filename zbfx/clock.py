@@ -16,7 +16,8 @@ from zbfx.streams import second_stream
 REPETITIONS = 8  # calls per timing, back to back
 TIMINGS = 5  # of which the median counts
 WARM_S = 4.5  # under full load a GPU gets hot and lowers its clock, by 3 % within this time and little after it
-SHORT_WARM_S = 0.25  # enough on one that was under load a moment ago
+SHORT_WARM_S = 0.25  # enough on one that was under the same load a moment ago
+OTHER_WARM_S = 2.0  # and under another one, which may draw more power and take another 2 % of the clock
 COUNTED_S = 0.75  # under load, after that
 
 Call = Callable[[], Any]
@@ -70,12 +71,12 @@ def graph_s(call: Call) -> float:
 
 def sustained_s(rounds: Sequence[Mapping[Key, Call]], device: torch.device, warm_s: float) -> list[dict[Key, float]]:
     """Median seconds of each call, those of a round in turn. On a GPU the first round is timed after `warm_s` of its
-    load, and the others at once after it: they are captured before, for a device that waits cools down."""
+    load, and the others right after it: they are captured before, for a device that waits cools down."""
     if device.type != "cuda":
         return [{key: process_s(call) for key, call in calls.items()} for calls in rounds]
     pool = torch.cuda.graph_pool_handle()
     graphs = [{key: captured(call, repetitions=1, pool=pool) for key, call in calls.items()} for calls in rounds]
-    return [in_turn_s(one, SHORT_WARM_S if index else warm_s) for index, one in enumerate(graphs)]
+    return [in_turn_s(one, OTHER_WARM_S if index else warm_s) for index, one in enumerate(graphs)]
 
 
 def in_turn_s(graphs: Mapping[Key, torch.cuda.CUDAGraph], warm_s: float) -> dict[Key, float]:
