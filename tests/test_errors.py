@@ -358,7 +358,10 @@ def test_memory_limits_that_are_no_bytes() -> None:
     )
 
 
-FORMS = 'a memory limit is a number of bytes, also like "24GiB", a multiple like "2x", or one number of bytes per rank'
+FORMS = (
+    'a memory limit is a number of bytes, also like "24GiB" (B, KiB to TiB, kB to TB), a multiple like "2x", or one '
+    "number of bytes per rank"
+)
 
 
 @pytest.mark.parametrize(

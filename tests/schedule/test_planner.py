@@ -146,6 +146,14 @@ def test_one_limit_per_rank() -> None:
     assert all(peak <= limit for peak, limit in zip(found.peak_bytes, (8, 20, 12), strict=True))
 
 
+@pytest.mark.parametrize(
+    ("text", "limit"), [("40", 40), ("40B", 40), ("40 b", 40), ("0.04kB", 40), ("1 KiB", 1024), ("0.5MiB", 2**19)]
+)
+def test_limits_with_units(text: str, limit: int) -> None:
+    costs = CostTable.chain([StageCost(2, 3, 5, 4, 3)] * 3, 1)
+    assert plan(costs, 4, schedule="1f1b", mem_limit=text).mem_limit == (limit,) * 3
+
+
 def test_no_time_still_gives_a_schedule() -> None:
     costs = CostTable.chain([StageCost(2, 3, 5, 4, 3)] * 3, 1)
     assert plan(costs, 8, mem_limit=4, budget_s=1e-9).iteration_s > 0

@@ -13,9 +13,13 @@ from zbfx.plan import CostTable, Number
 from zbfx.schedule.exact import exact
 
 UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+UNITS["b"] = 1  # last, for all others end with it
 
 MemLimit = Number | str | Sequence[Number | str] | None
-FORMS = 'a memory limit is a number of bytes, also like "24GiB", a multiple like "2x", or one number of bytes per rank'
+FORMS = (
+    'a memory limit is a number of bytes, also like "24GiB" (B, KiB to TiB, kB to TB), a multiple like "2x", or one '
+    "number of bytes per rank"
+)
 
 
 def one_x(costs: CostTable) -> Fraction:
