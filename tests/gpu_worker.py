@@ -459,7 +459,7 @@ SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
 
 
 def main(scenario: str, folder: str, *_: str) -> None:
-    faulthandler.dump_traceback_later(float(os.environ["LIMIT_S"]), exit=True)  # what hangs says where
+    faulthandler.dump_traceback_later(float(os.environ.get("LIMIT_S", "265")), exit=True)  # what hangs says where
     rank, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     device = torch.device("cuda", rank % devices)
     torch.cuda.set_device(device)

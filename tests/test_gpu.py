@@ -1,7 +1,8 @@
 """Pipelines on GPUs: schedules, backends and transports agree, in bits where nothing is compiled; 200 steps; messages
 by copy engines; ranks that fail; one GPU.
 
-Run: pytest -m gpu tests/test_gpu.py (skipped without CUDA). On one GPU two ranks share it, and NCCL stays out.
+Run: pytest -m gpu tests/test_gpu.py (skipped without CUDA; GPU_TEST_LIMIT_S: seconds that each may take). On one GPU
+two ranks share it, and NCCL stays out.
 """
 
 from __future__ import annotations

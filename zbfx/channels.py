@@ -53,7 +53,7 @@ class Transfer(Protocol):
 
 
 class Bounded(NamedTuple):
-    """One in a gloo group, whose own bound is that of its creation."""
+    """A transfer in a gloo group, whose own bound is that of the group's creation."""
 
     work: dist.Work
     timeout: timedelta

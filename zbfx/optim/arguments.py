@@ -10,6 +10,16 @@ import torch
 
 from zbfx.arguments import kind_of
 from zbfx.errors import ZbfxError, listed
+from zbfx.step import Step
+
+
+def checked_step(step: Any) -> Step:
+    if not isinstance(step, Step):
+        raise ZbfxError(
+            f"the second argument is the step whose parameters are optimized, from pipe.bind() or pipe.run_local(); "
+            f"found {type(step).__name__}"
+        )
+    return step
 
 
 def refuse_closures(optimizer: torch.optim.Optimizer) -> None:

@@ -17,7 +17,7 @@ from zbfx.engine import take_turns
 from zbfx.errors import ZbfxError
 from zbfx.local_step import LocalStep
 from zbfx.messages import messages_of
-from zbfx.optim.arguments import load_state, refuse_closures
+from zbfx.optim.arguments import checked_step, load_state, refuse_closures
 from zbfx.optim.inverse import Arithmetic, checked_rollback, obstacle_of
 from zbfx.optim.origin import taken
 from zbfx.optim.pending import PendingStep, hyperparameters, read
@@ -378,15 +378,6 @@ class PostValidated(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ZbfxError("add groups to the optimizer before PostValidated wraps it")
-
-
-def checked_step(step: Step) -> Step:
-    if not isinstance(step, Step):
-        raise ZbfxError(
-            f"the second argument is the step whose parameters are optimized, from pipe.bind() or pipe.run_local(); "
-            f"found {type(step).__name__}"
-        )
-    return step
 
 
 def checked_optimizer(optimizer: torch.optim.Optimizer, step: Step) -> torch.optim.Optimizer:

@@ -12,8 +12,9 @@ from zbfx.errors import NoFeasibleSchedule, ZbfxError
 from zbfx.plan import CostTable, Number
 from zbfx.schedule.exact import exact
 
-UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-UNITS["b"] = 1  # last, for all others end with it
+BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+UNITS = BINARY | DECIMAL | {"b": 1}  # which is last, for all others end with it
 
 MemLimit = Number | str | Sequence[Number | str] | None
 FORMS = (
