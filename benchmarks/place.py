@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.cases import Case
 from benchmarks.stages import CONFIGS, LayerCosts, Piece, layers_per_stage, pieces
+from benchmarks.throughput.cases import Case
 
 
 @dataclass

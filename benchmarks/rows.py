@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import Case
 from benchmarks.measure import Measured, Runnable, single_ms, step_ms
 from benchmarks.place import Place
 from benchmarks.stages import CONFIGS
+from benchmarks.throughput.cases import Case
 
 ROOT = Path(__file__).resolve().parents[1]
 

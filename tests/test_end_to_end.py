@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import zbfx
-from tests.models import MODELS, Maker, Problem, gpt, gpt2, mixtral, mlp
-from tests.reference import assert_same, compiled, default_dtype, reference, rescheduled, stepped
+from tests.support.models import MODELS, Maker, Problem, gpt, gpt2, mixtral, mlp
+from tests.support.reference import assert_same, compiled, default_dtype, reference, rescheduled, stepped
 from zbfx.plan import Action, Kind
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")

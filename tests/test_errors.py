@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import zbfx
-from tests.models import Problem, gpt, mean_squares, mlp, numbers, squares
-from tests.reference import assert_same, compiled, reference, stepped
+from tests.support.models import Problem, gpt, mean_squares, mlp, numbers, squares
+from tests.support.reference import assert_same, compiled, reference, stepped
 from zbfx import InputError, InvalidSchedule, NoFeasibleSchedule, PipelineFault, TraceError, ZbfxError
 from zbfx.arguments import placement_of
 

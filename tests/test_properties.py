@@ -1,6 +1,7 @@
 """Random models under random cuts, placements and schedules: gradients are those of plain autograd.
 
-Run: pytest tests/test_properties.py (CPU, one process, about two minutes). `benchmarks/fuzz_models.py` runs thousands.
+Run: pytest tests/test_properties.py (CPU, one process, about two minutes). `benchmarks/coverage/fuzz_models.py` runs
+thousands.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import torch
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 
-from benchmarks.fuzz_models import SHAPES, Results, differences, draw, run
-from benchmarks.random_models import BINARY, LAYERS, SPECIAL, UNARY, WEIGHTED
+from benchmarks.coverage.fuzz_models import SHAPES, Results, differences, draw, run
+from benchmarks.coverage.random_models import BINARY, LAYERS, SPECIAL, UNARY, WEIGHTED
 
 GRAPHS = {"linear": 180, "looped": 70, "v": 70}
 

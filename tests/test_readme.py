@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from zbfx.costs_json import costs_from_json
+from zbfx.costs.tables import costs_from_json
 from zbfx.schedule import names, plan
 
 ROOT = Path(__file__).parents[1]
@@ -127,7 +127,7 @@ def test_files_exist() -> None:
         listed += [owner, *([owner + name] if name and (name.endswith((".py", ".md", "/"))) else [])]
         listed += [owner + other for other in re.findall(r"[:;] (\w+\.py):", line)]
     assert [path for path in {*linked, *quoted, *listed} if not (ROOT / path).exists()] == []
-    assert {"zbfx/pipeline.py", "zbfx/measure.py", "docs/numerics.md"} <= set(listed)
+    assert {"zbfx/pipeline.py", "zbfx/costs/measure.py", "docs/numerics.md"} <= set(listed)
 
 
 def test_schedules_exist() -> None:

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models import Problem, mlp, numbers, squares
-from tests.reference import compiled
+from tests.support.models import Problem, mlp, numbers, squares
+from tests.support.reference import compiled
 from zbfx import TraceError, ZbfxError, check, selfcheck
 from zbfx.graphs import copy_graph
 

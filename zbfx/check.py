@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from zbfx import comm, rng
+from zbfx import rng
 from zbfx.arguments import checked_seed, finite_number, kind_of
-from zbfx.codegen import Program, generate
-from zbfx.engine import local_runners, take_turns
+from zbfx.comm import transports
 from zbfx.errors import ZbfxError, first_line
 from zbfx.graphs import Joint, Role, copy_graph
-from zbfx.objective import Objective
 from zbfx.passes.canonicalize import allow_any_strides, canonicalize
 from zbfx.passes.nodes import is_random
 from zbfx.passes.positions import line_up
 from zbfx.plan import Action, Kind
-from zbfx.run import Tensors
+from zbfx.program.codegen import Program, generate
+from zbfx.runtime.engine import local_runners, take_turns
+from zbfx.runtime.runner import Tensors
 from zbfx.schedule import build
+from zbfx.trace.objective import Objective
 
 if TYPE_CHECKING:
     from zbfx.pipeline import Pipeline
@@ -109,7 +110,7 @@ def compared(pipe: Pipeline, values: Values, seed: int, tolerance: float, floor:
     """The report on two microbatches of these values."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     tensors, rows = random_data(pipe, generator, values)
-    microbatches = [comm.Microbatch(row, rng.mix(seed, index)) for index, row in enumerate(rows)]
+    microbatches = [transports.Microbatch(row, rng.mix(seed, index)) for index, row in enumerate(rows)]
     loss_gradient = torch.tensor(1.0 / len(rows), dtype=pipe.reduction.dtype, device=pipe.device)
     with torch.autocast(pipe.device.type, enabled=False):
         expected = joint_results(pipe.joint, copied(tensors), microbatches, loss_gradient)
@@ -247,7 +248,7 @@ def repeated_draws(joint: Joint) -> dict[str, str]:
 
 @torch.no_grad()
 def joint_results(
-    joint: Joint, tensors: Tensors, microbatches: list[comm.Microbatch], loss_gradient: Tensor
+    joint: Joint, tensors: Tensors, microbatches: list[transports.Microbatch], loss_gradient: Tensor
 ) -> dict[str, Tensor]:
     """Losses, summed gradients and final buffers of the unsplit graph."""
     graph = copy_graph(joint.graph)
@@ -270,7 +271,9 @@ def joint_results(
     return results
 
 
-def port_value(role: Role, name: str, tensors: Tensors, microbatch: comm.Microbatch, loss_gradient: Tensor) -> Tensor:
+def port_value(
+    role: Role, name: str, tensors: Tensors, microbatch: transports.Microbatch, loss_gradient: Tensor
+) -> Tensor:
     if role is Role.INPUT:
         return microbatch.inputs[name]
     if role is Role.CONSTANT:
@@ -280,10 +283,10 @@ def port_value(role: Role, name: str, tensors: Tensors, microbatch: comm.Microba
 
 @torch.no_grad()
 def split_results(
-    pipe: Pipeline, tensors: Tensors, microbatches: list[comm.Microbatch], loss_gradient: Tensor
+    pipe: Pipeline, tensors: Tensors, microbatches: list[transports.Microbatch], loss_gradient: Tensor
 ) -> dict[str, Tensor]:
     """The same from the stages' F, B and W, on all ranks of the pipeline, in this process."""
-    runners = local_runners(pipe, apart(pipe, len(microbatches)), tensors, comm.Mailbox())
+    runners = local_runners(pipe, apart(pipe, len(microbatches)), tensors, transports.Mailbox())
     runners[pipe.loss_rank].combine = lambda *losses: losses[0]  # each is compared by itself
     for runner in runners:
         runner.start(loss_gradient)

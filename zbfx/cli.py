@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 from zbfx.cli_check import add_check
-from zbfx.costs_json import read_costs
+from zbfx.costs.tables import read_costs
 from zbfx.errors import ZbfxError
 from zbfx.plan import Schedule
 from zbfx.schedule import plan
-from zbfx.schedule.limits import limit_per_rank
-from zbfx.schedule.registry import names
+from zbfx.schedule.orders.registry import names
+from zbfx.schedule.timing.limits import limit_per_rank
 from zbfx.show.text import amount, coloured_grid, summary
 from zbfx.show.trace import trace
 

@@ -1,8 +1,9 @@
 """Stages -> the fastest plan within the memory limit: by order, by recomputation, by placement.
 
-A limit in bytes is a promise. What a plan holds is what its programs hold (`zbfx.memory`), and no plan that holds more
-than the limit is returned. Candidates are planned under caps on activations, a fixed set of them: what fits a limit
-fits a larger one too, so that time never rises with the limit. A limit as a multiple ("1x") bounds M_B and M_W alone.
+A limit in bytes is a promise. What a plan holds is what its programs hold (`zbfx.memory.predict`), and no plan that
+holds more than the limit is returned. Candidates are planned under caps on activations, a fixed set of them: what fits
+a limit fits a larger one too, so that time never rises with the limit. A limit as a multiple ("1x") bounds M_B and M_W
+alone.
 
 Recomputation is raised rung by rung, half of the stages at a time, those where most is held first. A rung is skipped
 when even its lower bound is longer than the best plan found.
@@ -16,19 +17,19 @@ from itertools import pairwise
 from math import inf
 from typing import Any
 
-from zbfx.codegen import Program, generate
-from zbfx.cost import Costed
+from zbfx.comm.together import from_rank
+from zbfx.costs.estimate import Costed
 from zbfx.errors import NoFeasibleSchedule, OverLimit, ZbfxError
 from zbfx.graphs import Stage
-from zbfx.memory import RankMemory, Static, timed
+from zbfx.memory.predict import RankMemory, Static, timed
 from zbfx.passes.recompute import LEVELS, Level
 from zbfx.plan import Action, CostTable, Kind, Schedule
+from zbfx.program.codegen import Program, generate
 from zbfx.schedule import build, plan
 from zbfx.schedule.beside import run_beside
-from zbfx.schedule.certificate import Certificate
-from zbfx.schedule.limits import limit_per_rank, one_x, static_bytes
-from zbfx.schedule.registry import is_searched
-from zbfx.together import from_rank
+from zbfx.schedule.bounds.certificate import Certificate
+from zbfx.schedule.orders.registry import is_searched
+from zbfx.schedule.timing.limits import limit_per_rank, one_x, static_bytes
 
 CAPS = (1, 1.5, 2, 2.5, 3, 4, 6, inf)  # what a rank may hold in a pipeline of 4 ranks, in M_B
 CANDIDATE_S = 0.5  # for planning under one cap

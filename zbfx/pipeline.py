@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbfx import cost, measure
 from zbfx.arguments import (
     checked_cuts,
     checked_device,
@@ -28,39 +27,40 @@ from zbfx.arguments import (
     placements_of,
     whole_number,
 )
-from zbfx.backends import checked_backend
-from zbfx.batch import Signature
-from zbfx.bind import prepare
-from zbfx.bound import bound_step
-from zbfx.boxed import Compiler
-from zbfx.chain import chain_of, loss_layout, loss_rank
-from zbfx.channels import Channels, checked_transport
-from zbfx.codegen import Program, generate
-from zbfx.comm import Mailbox
-from zbfx.cutting import Cutting
-from zbfx.engine import local_engine
+from zbfx.comm.channels import Channels, checked_transport
+from zbfx.comm.place import Place, find_place
+from zbfx.comm.together import on_all_ranks, waiting
+from zbfx.comm.transports import Mailbox
+from zbfx.costs import estimate, measure
+from zbfx.costs.links import measured_link
 from zbfx.errors import ZbfxError
 from zbfx.fit import Request, fit
 from zbfx.graphs import Joint, Stage
-from zbfx.guard import Guard
-from zbfx.links import measured_link
-from zbfx.local_step import LocalStep
-from zbfx.loss import Reduction, separate_count
-from zbfx.memory import ADAM_SLOTS, MemoryReport, Predictor, RankMemory, Setting, free_bytes
-from zbfx.messages import SharedGradient, messages_of, shared_gradients
+from zbfx.memory.predict import ADAM_SLOTS, MemoryReport, Predictor, RankMemory, Setting, free_bytes
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.recompute import Level
-from zbfx.place import Place, find_place
 from zbfx.plan import CostTable, Schedule
-from zbfx.rank_step import RankStep
-from zbfx.reductions import RankReductions
+from zbfx.program.boxed import Compiler
+from zbfx.program.chain import chain_of, loss_layout, loss_rank
+from zbfx.program.codegen import Program, generate
+from zbfx.program.messages import SharedGradient, messages_of, shared_gradients
+from zbfx.program.reductions import RankReductions
 from zbfx.replicas import replicated, sharded
-from zbfx.run import Tensors
+from zbfx.runtime.agreement import prepare
+from zbfx.runtime.bind import bound_step
+from zbfx.runtime.captured import checked_backend
+from zbfx.runtime.engine import local_engine
+from zbfx.runtime.local_step import LocalStep
+from zbfx.runtime.rank_step import RankStep
+from zbfx.runtime.runner import Tensors
+from zbfx.runtime.step import StepOptions
 from zbfx.selfcheck import checked_choice, checked_pipeline
-from zbfx.step import StepOptions
-from zbfx.tensor_parallel import local_parts, refuse_measuring
-from zbfx.together import on_all_ranks, waiting
-from zbfx.trace import canonical_names, named_tensors, trace
+from zbfx.stages import Cutting
+from zbfx.trace.guard import Guard
+from zbfx.trace.loss import Reduction, separate_count
+from zbfx.trace.signature import Signature
+from zbfx.trace.tensor_parallel import local_parts, refuse_measuring
+from zbfx.trace.tracer import canonical_names, named_tensors, trace
 
 
 def compile(
@@ -132,7 +132,7 @@ def compile(
     model = checked_model(model)
     inputs, kwargs, targets = checked_examples(example_inputs, example_kwargs, example_targets, loss_fn)
     device = checked_device(device_of(model) if device is None else device)
-    hardware = cost.hardware_of(device)
+    hardware = estimate.hardware_of(device)
     fixed = isinstance(costs, CostTable) or cuts is not None
     placements = placements_of(checked_schedule(schedule), stages, stages_per_rank, fixed=fixed)
     levels = levels_of(recompute, checked_limit(mem_limit), costs)
@@ -241,7 +241,7 @@ class Pipeline:
 
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
-        """What each rank holds in a step, at every action, by storages (`zbfx.memory`)."""
+        """What each rank holds in a step, at every action, by storages (`zbfx.memory.predict`)."""
         predictor = Predictor(self.joint, self.signature, self.reduction.microbatches, self.setting)
         return predictor.memory(self.programs)
 
@@ -321,9 +321,9 @@ class Pipeline:
         and all replicas the same values, creates and warms the communicators, and makes parameters and buffers that
         several ranks hold equal. Warns (`UserWarning`) where ranks have different values of a tensor, for each stage
         starts from those of the rank that runs it; that takes a CPU core about half a second per GB of the model.
-        `timeout_s` bounds every wait for another rank; ranks whose calls differ end sooner (`zbfx.history`). `seed`
-        fixes the random numbers; by default they follow rank 0's `torch.manual_seed`. `on_nonfinite` (one verdict for
-        all ranks) and `on_new_shape` as in `run_local`.
+        `timeout_s` bounds every wait for another rank; ranks whose calls differ end sooner (`zbfx.comm.history`).
+        `seed` fixes the random numbers; by default they follow rank 0's `torch.manual_seed`. `on_nonfinite` (one
+        verdict for all ranks) and `on_new_shape` as in `run_local`.
 
         `zero=1` (ZeRO-1) leaves each replica the optimizer's state of a part of the parameters: `step.parameters()` are
         flat shards then, for an optimizer that works element by element, and the model's own parameters have their new

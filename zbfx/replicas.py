@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zbfx import cost
-from zbfx.codegen import generate
-from zbfx.cost import Link
+from zbfx.costs import estimate
+from zbfx.costs.estimate import Link
 from zbfx.graphs import Phase, Stage
-from zbfx.messages import TensorLayout, layout_of, shared_gradients
 from zbfx.passes.cluster import inseparable, part
 from zbfx.plan import Kind
-from zbfx.reductions import Bucket, RankReductions, shared_buckets, size_bytes
+from zbfx.program.codegen import generate
+from zbfx.program.messages import TensorLayout, layout_of, shared_gradients
+from zbfx.program.reductions import Bucket, RankReductions, shared_buckets, size_bytes
 from zbfx.schedule.tail import Portion, Tail, best_tail, ending_with, endings, tail_of
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def replicated(pipe: Pipeline, replicas: int, link: Link | None = None, *, clust
     """
     if replicas == 1 or pipe.reductions:
         return pipe
-    hardware = cost.hardware_of(pipe.device)
+    hardware = estimate.hardware_of(pipe.device)
     link = link or Link(hardware.link_latency_s, hardware.link_bytes_per_s, replicas)
     plans = [best_plan(pipe, rank, link.sum_s, cluster) for rank in range(len(pipe.programs))]
     schedule = ending_with(pipe.schedule, [tail for _, tail, _ in plans])
@@ -96,13 +96,13 @@ class Group:
 
 def gradient_groups(pipe: Pipeline, stages: Sequence[Stage], shared: Collection[str]) -> list[Group]:
     """The gradients of these stages, shared ones aside, in groups; those that a backward makes first in front."""
-    hardware = cost.hardware_of(pipe.device)
+    hardware = estimate.hardware_of(pipe.device)
     found = []
     for stage in reversed(stages):
         b, w = stage.phases[Kind.B], stage.phases[Kind.W]
         together = inseparable(w)
         estimated_s = [
-            sum(cost.node_s(n, hardware) for n in part(w, names, 0).module.graph.nodes) for names in together
+            sum(estimate.node_s(n, hardware) for n in part(w, names, 0).module.graph.nodes) for names in together
         ]
         scale = float(pipe.schedule.costs.stages[stage.index].backward_weight_s) / (sum(estimated_s) or 1.0)
         early = [name for name in b.gradients if name not in w.gradients]

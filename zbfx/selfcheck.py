@@ -14,9 +14,9 @@ import torch
 
 from zbfx import rng
 from zbfx.check import Report, check
+from zbfx.comm.together import on_all_ranks
 from zbfx.errors import TraceError, ZbfxError, first_line
 from zbfx.passes.nodes import value_bytes
-from zbfx.together import on_all_ranks
 
 if TYPE_CHECKING:
     from zbfx.pipeline import Pipeline

@@ -13,26 +13,26 @@ from typing import TYPE_CHECKING, Any
 import sympy
 from torch import Tensor
 
-from zbfx import cost
-from zbfx.batch import Signature
-from zbfx.chain import loss_phase
-from zbfx.codegen import generate
-from zbfx.cost import Formulas
+from zbfx.costs import estimate
+from zbfx.costs.estimate import Formulas
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Joint, Role, Stage, copy_graph
-from zbfx.loss import Reduction, separate_count
-from zbfx.messages import parameter_holders
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.extract import extract
 from zbfx.passes.partition import place_like, place_same
 from zbfx.passes.sizes import joint_with_numbers, stage_with_numbers
 from zbfx.passes.split import split
 from zbfx.plan import Action, CostTable, Kind, Schedule
+from zbfx.program.chain import loss_phase
+from zbfx.program.codegen import generate
+from zbfx.program.messages import parameter_holders
 from zbfx.schedule import plan, simulate
 from zbfx.schedule.beside import run_beside
-from zbfx.schedule.registry import is_searched
-from zbfx.sizes import GuardBroken, Numbers, Place, Shapes, Sizes, changed
-from zbfx.trace import trace
+from zbfx.schedule.orders.registry import is_searched
+from zbfx.trace.loss import Reduction, separate_count
+from zbfx.trace.signature import Signature
+from zbfx.trace.symbols import GuardBroken, Numbers, Place, Shapes, Sizes, changed
+from zbfx.trace.tracer import trace
 
 if TYPE_CHECKING:
     from zbfx.pipeline import Pipeline
@@ -69,7 +69,7 @@ class Variants:
                 notes = (f"traced for these shapes: {reason}",)
         raw, signature = traced(self.pipe, args, kwargs, evaluation)
         stages = staged(self.pipe, raw, evaluation)
-        table = cost.estimate(stages, self.pipe.schedule.costs.placement, cost.hardware_of(self.pipe.device))
+        table = estimate.estimate(stages, self.pipe.schedule.costs.placement, estimate.hardware_of(self.pipe.device))
         schedule = self.plan(table, microbatches, evaluation, notes)
         return assembled(self.pipe, raw, signature, signature.flatten(args, kwargs), stages, schedule)
 
@@ -136,8 +136,8 @@ class Template:
     ) -> Template:
         raw, _ = traced(pipe, args, kwargs, evaluation, sizes)
         stages = staged(pipe, raw, evaluation)
-        placement, hardware = pipe.schedule.costs.placement, cost.hardware_of(pipe.device)
-        return cls(sizes, raw, stages, cost.formulas(stages, placement, hardware))
+        placement, hardware = pipe.schedule.costs.placement, estimate.hardware_of(pipe.device)
+        return cls(sizes, raw, stages, estimate.formulas(stages, placement, hardware))
 
     def covers(self, shapes: Shapes) -> bool:
         """Whether these shapes differ from the template's in its symbols alone."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import zbfx
-from tests.models import Problem, numbers, squares
-from tests.reference import assert_same, compiled, reference, stepped
+from tests.support.models import Problem, numbers, squares
+from tests.support.reference import assert_same, compiled, reference, stepped
 from zbfx import Kind, ZbfxError
 from zbfx.graphs import Phase
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.reference import default_dtype
+from tests.support.reference import default_dtype
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from tests.cases.common import WIDTH, layers, line_of, of, refusal
-from tests.models import Problem, numbers, squares
-from tests.reference import compiled
+from tests.support.models import Problem, numbers, squares
+from tests.support.reference import compiled
 from zbfx import InputError, TraceError
 from zbfx.errors import first_line, listed
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tests.optim.test_post_validated import CAUSES, clipping, loud
-from tests.optimizers import INVERTIBLE, OPTIMIZERS, Result, same_bits
+from tests.support.optimizers import INVERTIBLE, OPTIMIZERS, Result, same_bits
 
 
 def largest_difference(found: Result, expected: Result) -> float:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import zbfx
-from tests.models import mlp
-from tests.optimizers import INVERTIBLE, OPTIMIZERS, train
-from tests.reference import compiled
+from tests.support.models import mlp
+from tests.support.optimizers import INVERTIBLE, OPTIMIZERS, train
+from tests.support.reference import compiled
 from zbfx.optim import PostValidated, inverse, undo
 from zbfx.optim.inverse import Arithmetic, obstacle_of
 from zbfx.optim.undo import Undo

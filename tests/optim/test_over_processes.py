@@ -1,5 +1,5 @@
 """Optimizer steps without a barrier over processes and gloo. Run: pytest tests/optim/test_over_processes.py (CPU; one
-launch of two processes and one of four, see tests/optimizers.py)."""
+launch of two processes and one of four, see tests/support/optimizers.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.test_processes import Results, launch
+from tests.processes.test_processes import Results, launch
 
 
 @pytest.fixture(scope="module", params=[2, 4])

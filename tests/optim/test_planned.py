@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zbfx.chain import chain_of, order_of_ranks, prefixes
-from zbfx.messages import Message, TensorLayout
 from zbfx.optim.planned import OptimizerCosts, planned
 from zbfx.plan import Action, CostTable, Kind, Schedule, StageCost, parts
+from zbfx.program.chain import chain_of, order_of_ranks, prefixes
+from zbfx.program.messages import Message, TensorLayout
 from zbfx.schedule import plan
 
 RANKS, MICROBATCHES = 3, 6

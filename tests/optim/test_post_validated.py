@@ -14,16 +14,16 @@ from torch.utils import _pytree as pytree
 
 import zbfx
 from examples.train_gpt import parse
-from tests.models import Problem, gpt2, mean_squares, mlp, numbers, unet_batch_norm
 from tests.optim.demo import losses
-from tests.optimizers import INVERTIBLE, OPTIMIZERS, Result, adamw, same_bits, train
-from tests.reference import compiled, cut, default_dtype, loss_of
+from tests.support.models import Problem, gpt2, mean_squares, mlp, numbers, unet_batch_norm
+from tests.support.optimizers import INVERTIBLE, OPTIMIZERS, Result, adamw, same_bits, train
+from tests.support.reference import compiled, cut, default_dtype, loss_of
 from zbfx import rng
-from zbfx.calls import PhaseCall
-from zbfx.codegen import generate
 from zbfx.optim import PostValidated, pending
 from zbfx.optim.state import Act
-from zbfx.run import RankRunner
+from zbfx.program.calls import PhaseCall
+from zbfx.program.codegen import generate
+from zbfx.runtime.runner import RankRunner
 
 BLOCKS, WIDTH, MICROBATCHES = 4, 6, 3
 

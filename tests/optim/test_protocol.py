@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.models import mirrored
-from tests.optimizers import same_bits, train
-from tests.reference import compiled
-from zbfx import comm
+from tests.support.models import mirrored
+from tests.support.optimizers import same_bits, train
+from tests.support.reference import compiled
+from zbfx.comm import transports
 
 RANKS, MICROBATCHES = 4, 6
 
@@ -48,7 +48,9 @@ def test_a_prefix_posts_what_prefixes_send_alone(schedule: str) -> None:
     pipe = compiled(problem, RANKS, MICROBATCHES, schedule=schedule)
     for program in pipe.validated(tuple(range(RANKS)), state_size=1).programs:
         posts = [
-            str(n.args[1]) for n in list(program.module.graph.nodes)[: program.verdict[0]] if n.target is comm.post
+            str(n.args[1])
+            for n in list(program.module.graph.nodes)[: program.verdict[0]]
+            if n.target is transports.post
         ]
         assert {program.messages[key].producer for key in posts} <= program.chain.early
         assert posts or program.rank == 0

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import zbfx
-from tests.models import Problem, mlp
-from tests.optimizers import adamw
-from tests.reference import compiled
+from tests.support.models import Problem, mlp
+from tests.support.optimizers import adamw
+from tests.support.reference import compiled
 from zbfx.optim import PostValidated
 
 

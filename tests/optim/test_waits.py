@@ -1,5 +1,5 @@
 """No rank waits for ever, however its host waits for its device. Run: pytest tests/optim/test_waits.py (CPU, one
-process: see tests/devices.py).
+process: see tests/support/devices.py).
 
 A host may wait for the whole device wherever code is loaded, or memory is asked for: after it has a step's verdict, and
 before the rest of the step is launched, as in corrections that run for the first time; and as it steps its optimizer.
@@ -17,16 +17,15 @@ import torch
 from torch import Tensor, nn
 
 import zbfx
-from tests.devices import BESIDE, MAIN, Device, Events
-from tests.models import ROWS, Problem, mean_squares, mlp, numbers
-from tests.reference import compiled
-from zbfx import run
-from zbfx.backends import finished
-from zbfx.chain import Chain, chain_of, loss_layout, order_of_ranks
-from zbfx.codegen import Program, optimizer_program
-from zbfx.comm import GroupTransport
-from zbfx.messages import messages_of
-from zbfx.run import RankRunner, Tensors
+from tests.support.devices import BESIDE, MAIN, Device, Events
+from tests.support.models import ROWS, Problem, mean_squares, mlp, numbers
+from tests.support.reference import compiled
+from zbfx.comm.transports import GroupTransport
+from zbfx.program.chain import Chain, chain_of, loss_layout, order_of_ranks
+from zbfx.program.codegen import Program, optimizer_program
+from zbfx.program.messages import messages_of
+from zbfx.runtime.captured import finished
+from zbfx.runtime.runner import RankRunner, Tensors
 
 MICROBATCHES = 8
 VERDICTS = ("clean", "refuted", "skipped", "clean", "refuted, skipped")
@@ -171,7 +170,7 @@ def test_ranks_do_not_wait_for_each_other(
     far: int, schedule: str, captured: bool, channels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where skip connections lead over several stages of a V, to ranks that hear of a verdict later."""
-    monkeypatch.setattr(run, "on_stream", on_stream)
+    monkeypatch.setattr("zbfx.runtime.runner.on_stream", on_stream)
     pipe, chain = validated(far, schedule)
     assert len(set(chain.prefix)) > 1 or schedule.startswith("zb-v"), "forwards wait for the rest of other ranks' steps"
     events = Events(*CHANNELS[channels])
@@ -182,7 +181,7 @@ def test_ranks_do_not_wait_for_each_other(
 
 def test_ranks_that_tell_each_other_too_early_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a graph that ends once its messages are received, on a device for which a host waits."""
-    monkeypatch.setattr(run, "on_stream", on_stream)
+    monkeypatch.setattr("zbfx.runtime.runner.on_stream", on_stream)
     pipe, chain = validated(0, "zb-h2")
     events = Events(*CHANNELS["inboxes"])
     for program in pipe.programs:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from tests.models import Problem, gpt, mlp, numbers, squares, unet_batch_norm, unet_group_norm
-from tests.reference import traced
+from tests.support.models import Problem, gpt, mlp, numbers, squares, unet_batch_norm, unet_group_norm
+from tests.support.reference import traced
 from zbfx.graphs import Joint, Role
 from zbfx.passes.canonicalize import canonicalize
-from zbfx.trace import trace
+from zbfx.trace.tracer import trace
 
 aten = torch.ops.aten
 

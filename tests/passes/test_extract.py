@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models import Maker, bert, gpt, mlp, t5, unet_batch_norm, vit
-from tests.reference import staged, staged_model
+from tests.support.models import Maker, bert, gpt, mlp, t5, unet_batch_norm, vit
+from tests.support.reference import staged, staged_model
 from zbfx.graphs import Phase, Role, Stage
 from zbfx.plan import Kind
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models import Problem, gpt, numbers
-from tests.reference import traced
+from tests.support.models import Problem, gpt, numbers
+from tests.support.reference import traced
 from zbfx.passes.nodes import flops, is_random, is_view, storage_owner, stored_bytes, value_bytes
 
 aten = torch.ops.aten

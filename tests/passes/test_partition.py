@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import fx, nn
 
-from tests.models import Maker, Problem, gpt, mlp, numbers, squares, t5, unet_group_norm
-from tests.reference import placed, placed_model, traced
+from tests.support.models import Maker, Problem, gpt, mlp, numbers, squares, t5, unet_group_norm
+from tests.support.reference import placed, placed_model, traced
 from zbfx.graphs import Placed, Role
 from zbfx.passes.partition import level_ranks, module_of, partition
 

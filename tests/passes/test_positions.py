@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.models import Problem, gpt, mlp, numbers, squares
-from tests.reference import traced
+from tests.support.models import Problem, gpt, mlp, numbers, squares
+from tests.support.reference import traced
 from zbfx.graphs import Role
 from zbfx.passes.nodes import is_random
 from zbfx.passes.positions import dependents, line_up

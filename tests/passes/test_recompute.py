@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import zbfx
 from benchmarks.gpt import GPT, GPTConfig, next_token_loss
-from tests.live_bytes import measured_peaks
-from tests.models import Problem, gpt, mlp, numbers, squares
-from tests.reference import Gradients, assert_same, compiled, gradients, placed, stepped
+from tests.support.live_bytes import measured_peaks
+from tests.support.models import Problem, gpt, mlp, numbers, squares
+from tests.support.reference import Gradients, assert_same, compiled, gradients, placed, stepped
 from zbfx.passes.extract import extract
 from zbfx.passes.recompute import Level, recompute
 from zbfx.passes.split import split

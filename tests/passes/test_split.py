@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from benchmarks.gpt import GPT, GPTConfig, next_token_loss
-from tests.models import MODELS, Maker, Problem, gpt, mlp, unet_batch_norm, unet_group_norm
-from tests.reference import placed_model, staged, staged_model, traced
+from tests.support.models import MODELS, Maker, Problem, gpt, mlp, unet_batch_norm, unet_group_norm
+from tests.support.reference import placed_model, staged, staged_model, traced
 from zbfx.graphs import Role, Stage
 from zbfx.passes.nodes import is_view
 from zbfx.passes.split import split

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.random_instances import random_cases
+from benchmarks.planner.random_instances import random_cases
 from tests.schedule.exhaustive import best_cost
 from zbfx.plan import CostTable, StageCost
 from zbfx.schedule import plan
-from zbfx.schedule.bounds import head_tail_bound, one_rank_bound, stream_bound, work_bound
-from zbfx.schedule.certificate import Certificate
-from zbfx.schedule.chain import chain, split_only
-from zbfx.schedule.exact import instance
-from zbfx.schedule.listing import ListScheduler
-from zbfx.schedule.propagation import Propagation
-from zbfx.schedule.rules import first_rules
+from zbfx.schedule.bounds.certificate import Certificate
+from zbfx.schedule.bounds.chain import chain, split_only
+from zbfx.schedule.bounds.load import head_tail_bound, one_rank_bound, stream_bound, work_bound
+from zbfx.schedule.bounds.propagation import Propagation
+from zbfx.schedule.search.listing import ListScheduler
+from zbfx.schedule.search.priorities import first_rules
+from zbfx.schedule.timing.exact import instance
 
 UNEQUAL = CostTable.chain([StageCost(2, 3, 5, 4, 3), StageCost(3, 2, 1, 4, 2)], 7)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from zbfx.errors import InvalidSchedule, NoFeasibleSchedule, ZbfxError
 from zbfx.plan import Action, CostTable, Edge, Kind, StageCost
 from zbfx.schedule import check
-from zbfx.schedule.handmade import zb_h1
+from zbfx.schedule.orders.handmade import zb_h1
 from zbfx.schedule.planner import read_orders
 
 COSTS = CostTable.chain([StageCost(2, 3, 5, saved_bytes=4, weight_saved_bytes=3, static_bytes=10)] * 2, 7)

@@ -6,15 +6,15 @@ from itertools import product
 
 import pytest
 
-from benchmarks.paper_settings import Setting, settings
-from benchmarks.paper_tables import closed_form
+from benchmarks.planner.paper_settings import Setting, settings
+from benchmarks.planner.paper_tables import closed_form
 from zbfx.errors import ZbfxError
 from zbfx.plan import CostTable, Kind, StageCost
 from zbfx.schedule import check, names, plan, register
-from zbfx.schedule.handmade import Ranks, gpipe
-from zbfx.schedule.interleaved import interleaved_1f1b, looped_placement
-from zbfx.schedule.registry import GENERATORS
-from zbfx.schedule.vshape import v_half, v_min, v_placement, zb_v
+from zbfx.schedule.orders.handmade import Ranks, gpipe
+from zbfx.schedule.orders.interleaved import interleaved_1f1b, looped_placement
+from zbfx.schedule.orders.registry import GENERATORS
+from zbfx.schedule.orders.vshape import v_half, v_min, v_placement, zb_v
 
 UNEQUAL = [StageCost(2, 3, 5, 4, 3), StageCost(3, 2, 1, 5, 2), StageCost(1, 7, 2, 3, 3), StageCost(5, 1, 3, 2, 1)]
 SETTINGS = settings()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.paper_settings import Setting, settings
-from benchmarks.random_instances import best_handmade, random_cases
+from benchmarks.planner.paper_settings import Setting, settings
+from benchmarks.planner.random_instances import best_handmade, random_cases
 from zbfx.errors import NoFeasibleSchedule, ZbfxError
 from zbfx.plan import CostTable, Edge, Kind, StageCost
 from zbfx.schedule import check, plan
-from zbfx.schedule.vshape import v_placement
+from zbfx.schedule.orders.vshape import v_placement
 
 SETTINGS = {(setting.model, setting.microbatches): setting for setting in settings()}
 BEST = {  # bubble rates that meet their lower bound: (ZB-1p, ZB-2p)

@@ -16,14 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zbfx.plan import CostTable, StageCost
-from zbfx.schedule import plan, refine
-from zbfx.schedule.exact import B, F, Instance, W, instance
-from zbfx.schedule.ilp import Program
-from zbfx.schedule.precedence import forced_precedence
-from zbfx.schedule.refine import Refinement, Solve, decides, optimum, refine_search, replaced, simulated_cost
-from zbfx.schedule.search import Search
-from zbfx.schedule.solver import Answer, SolverFailed, solve
-from zbfx.schedule.window import TimedOrders, open_window
+from zbfx.schedule import plan
+from zbfx.schedule.integer.ilp import Program
+from zbfx.schedule.integer.precedence import forced_precedence
+from zbfx.schedule.integer.solver import Answer, SolverFailed, solve
+from zbfx.schedule.integer.window import TimedOrders, open_window
+from zbfx.schedule.search import refine
+from zbfx.schedule.search.refine import Refinement, Solve, decides, optimum, refine_search, replaced, simulated_cost
+from zbfx.schedule.search.search import Search
+from zbfx.schedule.timing.exact import B, F, Instance, W, instance
 
 Orders = tuple[tuple[int, ...], ...]
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from zbfx.schedule import solver
-from zbfx.schedule.ilp import Program, Row
-from zbfx.schedule.solver import CHILD, SolverFailed, solve, solve_with_any
+from zbfx.schedule.integer import solver
+from zbfx.schedule.integer.ilp import Program, Row
+from zbfx.schedule.integer.solver import CHILD, SolverFailed, solve, solve_with_any
 
 # Minimise x0 with x0 >= 3 - 2 x1 - x2, x1 + x2 <= 1, both binary: x0 = 1 with x1 = 1.
 PROGRAM = Program(

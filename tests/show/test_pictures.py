@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 import pytest
 
 from zbfx.plan import CostTable, Schedule, Span, StageCost
+from zbfx.runtime.timeline import Profile
 from zbfx.schedule import plan
 from zbfx.show.html import busy_s
 from zbfx.show.svg import FILLS, LEFT_PX, MEMORY_PX
 from zbfx.show.trace import trace
-from zbfx.timeline import Profile
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 STAGE = StageCost(2, 3, 5, saved_bytes=4, weight_saved_bytes=1)

@@ -10,7 +10,7 @@ import torch
 
 from zbfx.arguments import kind_of
 from zbfx.errors import ZbfxError, listed
-from zbfx.step import Step
+from zbfx.runtime.step import Step
 
 
 def checked_step(step: Any) -> Step:

@@ -14,7 +14,7 @@ from zbfx.optim.origin import describe
 from zbfx.optim.state import Act, Verdict
 from zbfx.optim.undo import Undo
 from zbfx.plan import Action
-from zbfx.run import on_stream
+from zbfx.runtime.runner import on_stream
 
 if TYPE_CHECKING:
     from zbfx.optim.post_validated import PostValidated, Share

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zbfx.chain import Chain
-from zbfx.cost import Hardware
-from zbfx.messages import Message
+from zbfx.costs.estimate import Hardware
 from zbfx.plan import Action, Kind, Schedule, parts
+from zbfx.program.chain import Chain
+from zbfx.program.messages import Message
 
 STEPS = 8  # simulated; the last three settle what a step takes
 WRONG = 4  # the step in which forwards run again

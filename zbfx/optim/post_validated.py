@@ -10,13 +10,8 @@ import torch
 from torch import Tensor
 
 from zbfx.arguments import positive_number, true_or_false
-from zbfx.chain import chain_of, loss_layout, order_of_ranks
-from zbfx.codegen import optimizer_program
-from zbfx.cost import hardware_of
-from zbfx.engine import take_turns
+from zbfx.costs.estimate import hardware_of
 from zbfx.errors import ZbfxError
-from zbfx.local_step import LocalStep
-from zbfx.messages import messages_of
 from zbfx.optim.arguments import checked_step, load_state, refuse_closures
 from zbfx.optim.inverse import Arithmetic, checked_rollback, obstacle_of
 from zbfx.optim.origin import taken
@@ -26,8 +21,13 @@ from zbfx.optim.scaler import checked_scaler, state_of, update_scale
 from zbfx.optim.state import Act, Layout, Rules, Verdict, gradient_norms
 from zbfx.optim.trained import Trained
 from zbfx.optim.undo import Undo
-from zbfx.run import RankRunner
-from zbfx.step import Step
+from zbfx.program.chain import chain_of, loss_layout, order_of_ranks
+from zbfx.program.codegen import optimizer_program
+from zbfx.program.messages import messages_of
+from zbfx.runtime.engine import take_turns
+from zbfx.runtime.local_step import LocalStep
+from zbfx.runtime.runner import RankRunner
+from zbfx.runtime.step import Step
 
 WITH_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from zbfx.messages import parameter_holders
+from zbfx.program.messages import parameter_holders
 
 if TYPE_CHECKING:
     from zbfx.pipeline import Pipeline
-    from zbfx.step import Step
+    from zbfx.runtime.step import Step
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The planner: per rank an order of F, B and W under a memory limit, timed, checked, and with a proven lower bound."""
 
-from zbfx.schedule.check import check
+from zbfx.schedule.orders.registry import names, register
 from zbfx.schedule.planner import build, plan
-from zbfx.schedule.registry import names, register
-from zbfx.schedule.simulate import Timeline, simulate
+from zbfx.schedule.timing.rules import check
+from zbfx.schedule.timing.simulate import Timeline, simulate
 
 __all__ = ["Timeline", "build", "check", "names", "plan", "register", "simulate"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from zbfx.plan import Action, CostTable, Kind, Number, Schedule, Span, parts
-from zbfx.schedule.simulate import simulate
+from zbfx.schedule.timing.simulate import simulate
 
 LAGS = (1, 2, 3)  # how many Bs a W may wait for the one that it runs beside
 LARGE = 100_000  # actions times ranks, above which all ranks are arranged alike

@@ -10,15 +10,15 @@ from fractions import Fraction
 
 from zbfx.errors import ZbfxError
 from zbfx.plan import Action, CostTable, Kind, Number, Schedule
-from zbfx.schedule.certificate import Certificate
-from zbfx.schedule.check import check
-from zbfx.schedule.exact import exact
-from zbfx.schedule.handmade import Ranks
-from zbfx.schedule.limits import MemLimit, limit_per_rank, require_feasible
-from zbfx.schedule.refine import refine_search
-from zbfx.schedule.registry import GENERATORS, SEARCHED, Generator, names
-from zbfx.schedule.search import Search
-from zbfx.schedule.solver import solvers
+from zbfx.schedule.bounds.certificate import Certificate
+from zbfx.schedule.integer.solver import solvers
+from zbfx.schedule.orders.handmade import Ranks
+from zbfx.schedule.orders.registry import GENERATORS, SEARCHED, Generator, names
+from zbfx.schedule.search.refine import refine_search
+from zbfx.schedule.search.search import Search
+from zbfx.schedule.timing.exact import exact
+from zbfx.schedule.timing.limits import MemLimit, limit_per_rank, require_feasible
+from zbfx.schedule.timing.rules import check
 
 # Integer programs get their share of the time up to so many actions, and this share above: they help little there.
 SMALL_ACTIONS, LARGE_SHARE = 1000, 0.1

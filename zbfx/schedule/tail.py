@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zbfx.plan import Action, Kind, Schedule
-from zbfx.schedule.check import check
-from zbfx.schedule.exact import instance
-from zbfx.schedule.longest_path import peak_units
+from zbfx.schedule.timing.exact import instance
+from zbfx.schedule.timing.longest_path import peak_units
+from zbfx.schedule.timing.rules import check
 
 WORTH = 0.01  # share of the exposed time that putting off more Ws has to hide
 

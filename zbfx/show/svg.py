@@ -11,7 +11,7 @@ from html import escape
 
 from zbfx.plan import Kind, Schedule, Span
 from zbfx.schedule.beside import as_they_run
-from zbfx.schedule.simulate import simulate
+from zbfx.schedule.timing.simulate import simulate
 from zbfx.show.text import amount, labeller, summary
 
 FILLS = {Kind.F: "#6fa8dc", Kind.B: "#76d7c4", Kind.W: "#93c47d", Kind.BW: "#f0c05a"}

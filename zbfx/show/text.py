@@ -16,7 +16,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Literal
 
 from zbfx.plan import Action, CostTable, Edge, Kind, Schedule, StageCost
-from zbfx.schedule.simulate import simulate
+from zbfx.schedule.timing.simulate import simulate
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from zbfx.plan import Schedule
-from zbfx.schedule.simulate import simulate
+from zbfx.schedule.timing.simulate import simulate
 
 MICROSECONDS_PER_SECOND = 1e6
 

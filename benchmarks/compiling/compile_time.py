@@ -1,0 +1,180 @@
+"""Seconds and peak memory that compiling takes, for the paper's four models on the meta device.
+
+    python benchmarks/compiling/compile_time.py --out compile_time.jsonl
+
+Each case runs in a process of its own, on one core. A row holds the seconds of every step of `zbfx.compile`, the
+total, the processor time (equal to it on an idle core), and the largest resident memory of the process, of which
+`import_gib` is taken before anything is compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import zbfx
+import zbfx.costs.measure
+import zbfx.fit
+import zbfx.pipeline
+from benchmarks.gpt import CONFIGS, GPT, next_token_loss
+from benchmarks.report import append_row, environment
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of the paper's table 3 as the paper cuts it, with the least microbatches that it runs (table 5)."""
+
+    config: str
+    stages: int
+    microbatch_size: int
+    microbatches: int
+
+
+CASES = {
+    case.config: case
+    for case in (Case("1.5B", 8, 6, 24), Case("6.2B", 8, 3, 24), Case("14.6B", 16, 1, 48), Case("28.3B", 32, 1, 96))
+}
+# Column -> where `compile` finds the function that takes the step.
+STEPS = {
+    "trace": (zbfx.pipeline, "trace"),
+    "canonicalize": (zbfx.pipeline, "canonicalize"),
+    "partition": (zbfx.stages, "partition"),
+    "split": (zbfx.stages, "split"),
+    "extract": (zbfx.stages, "extract"),
+    "cost": (zbfx.stages, "cost_table"),
+    "plan": (zbfx.fit, "plan"),
+    "codegen": (zbfx.fit, "generate"),
+    "memory": (zbfx.fit, "timed"),
+}
+
+
+@contextmanager
+def stopwatch() -> Iterator[dict[str, float]]:
+    """Meanwhile, the steps of `zbfx.compile` add their seconds to the result."""
+    seconds = dict.fromkeys(STEPS, 0.0)
+
+    def timed(step: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            begun = perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                seconds[step] += perf_counter() - begun
+
+        return run
+
+    with ExitStack() as stack:
+        for step, (owner, name) in STEPS.items():
+            stack.enter_context(patch.object(owner, name, timed(step, getattr(owner, name))))
+        yield seconds
+
+
+def peak_gib() -> float:
+    """The largest resident memory of this process so far."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def compile_case(case: Case, schedule: str) -> dict[str, Any]:
+    """Compile one model in this process; the figures of its row."""
+    torch.set_num_threads(1)
+    import_gib = peak_gib()
+    config = CONFIGS[case.config]
+    with torch.device("meta"):
+        model = GPT(config).bfloat16()
+        microbatch = torch.empty(case.microbatch_size, config.sequence, dtype=torch.long)
+    with stopwatch() as seconds:
+        begun, begun_cpu = perf_counter(), process_time()
+        pipe = zbfx.compile(
+            model,
+            stages=case.stages,
+            microbatches=case.microbatches,
+            example_inputs=(microbatch,),
+            example_targets=microbatch,
+            loss_fn=next_token_loss,
+            schedule=schedule,
+            device="cpu",
+        )
+        total_s, cpu_s = perf_counter() - begun, process_time() - begun_cpu
+    return {
+        **{name: getattr(case, name) for name in ("config", "stages", "microbatch_size", "microbatches")},
+        "schedule": schedule,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "nodes": len(pipe.joint.graph.nodes),
+        "seconds": {step: round(step_s, 3) for step, step_s in seconds.items()},
+        "total_s": round(total_s, 3),
+        "cpu_s": round(cpu_s, 3),
+        "peak_gib": round(peak_gib(), 3),
+        "import_gib": round(import_gib, 3),
+        "bubble_rate": round(pipe.schedule.bubble_rate, 5),
+        "gap": round(pipe.schedule.gap, 5),
+    }
+
+
+def run_apart(case: Case, schedule: str, core: int | None) -> dict[str, Any]:
+    """The row of one case, from a process of its own."""
+    command = [sys.executable, __file__, "--configs", case.config, "--schedules", schedule, "--here"]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    pin = None if core is None else (lambda: os.sched_setaffinity(0, {core}))
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=one_thread, preexec_fn=pin, check=True)
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    """One line a case; seconds and GiB."""
+    shown = Table("model", "stages", "schedule", *STEPS, "total s", "cpu s", "peak GiB")
+    for row in rows:
+        steps = [f"{step_s:.2f}" for step_s in row["seconds"].values()]
+        total = [f"{row[key]:.2f}" for key in ("total_s", "cpu_s", "peak_gib")]
+        shown.add_row(row["config"], str(row["stages"]), row["schedule"], *steps, *total)
+    return shown
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configs", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--schedules", nargs="+", default=["zb-h1", "auto"])
+    parser.add_argument("--core", type=int, help="the core to run on (default: the first that this process may use)")
+    parser.add_argument("--out", type=Path, help="append the rows, one JSON object a line")
+    parser.add_argument("--here", action="store_true", help="compile in this process, print the row as JSON")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    cases = [(CASES[config], schedule) for schedule in options.schedules for config in options.configs]
+    if options.here:
+        for case, schedule in cases:
+            print(json.dumps(compile_case(case, schedule)))
+        return
+    where, core = environment(), options.core
+    if core is None and hasattr(os, "sched_getaffinity"):
+        core = min(os.sched_getaffinity(0))
+    rows = []
+    for case, schedule in cases:
+        rows.append(run_apart(case, schedule, core) | where)
+        if options.out:
+            append_row(options.out, rows[-1])
+    Console(width=160).print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

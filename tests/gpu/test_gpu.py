@@ -1,0 +1,196 @@
+"""Pipelines on GPUs: schedules, backends and transports agree, in bits where nothing is compiled; 200 steps; messages
+by copy engines; ranks that fail; one GPU.
+
+Run: pytest -m gpu tests/gpu/test_gpu.py (skipped without CUDA; GPU_TEST_LIMIT_S: seconds that each may take). On one
+GPU two ranks share it, and NCCL stays out.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zbfx.runtime.captured import BACKENDS
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = float(os.environ.get("GPU_TEST_LIMIT_S", "280"))
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA devices")]
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+def launch(world: int, scenario: str, folder: Path, *arguments: str) -> list[Any]:
+    """Every rank's result."""
+    done = run(world, scenario, str(folder), *arguments)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
+
+
+def run(world: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "LIMIT_S": str(LIMIT_S - 15),
+    }
+    return subprocess.run(
+        [*torchrun, "tests/gpu/gpu_worker.py", *arguments],
+        cwd=ROOT,
+        env=environment,
+        timeout=LIMIT_S,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_schedules_backends_and_transports_agree(tmp_path: Path, world: int) -> None:
+    """Whatever rank holds a parameter under a placement, its gradient is the one of 1F1B in one process."""
+    ranks = launch(world, "equal", tmp_path)
+    expected = ranks[0]["one process"]
+    for case in ranks[0]:
+        found = {name: value for rank in ranks for name, value in rank[case].items()}
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            if "inductor" in case:
+                assert error(value, expected[name]) < 2e-2, (case, name)
+            else:
+                assert torch.equal(value, expected[name]), (case, name, error(value, expected[name]))
+
+
+def test_one_microbatch(tmp_path: Path) -> None:
+    ranks = launch(2, "one microbatch", tmp_path)
+    expected = ranks[0].pop("one process")
+    for case in ranks[1]:
+        found = {name: value for rank in ranks if case in rank for name, value in rank[case].items()}
+        if case != "one process":
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(value, expected[name]) for name, value in found.items()), case
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_code_is_loaded_before_messages(tmp_path: Path, world: int) -> None:
+    first, *others = launch(world, "loading", tmp_path)
+    expected = first["zb-2p eager"][0]
+    for case, (loss, *later) in first.items():
+        assert len(later) == 3
+        assert all(torch.equal(loss, again) for again in later), case
+        assert error(loss, expected) < 1e-2 if "inductor" in case else torch.equal(loss, expected), case
+    assert all(found == first for found in others)
+
+
+def test_steps_do_not_wait_for_the_device(tmp_path: Path) -> None:
+    first, other = launch(2, "unwaited", tmp_path)
+    losses = [loss for case in first.values() for loss in case]
+    assert len(losses) >= 36
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    assert other == first
+
+
+def test_memory_is_asked_for_while_messages_wait(tmp_path: Path) -> None:
+    first, other = launch(2, "emptied", tmp_path)
+    for case, losses in first.items():
+        assert len(losses) == 8
+        assert all(error(loss, losses[0]) < 1e-3 for loss in losses), case
+    assert other == first
+
+
+def test_profiles(tmp_path: Path) -> None:
+    """With Ws that run on a second stream to the end of the step."""
+    ranks = launch(2, "profiled", tmp_path)
+    for backend in BACKENDS:
+        for planned, profiled, beside, same in (rank[backend] for rank in ranks):
+            assert planned == profiled
+            assert beside > 0
+            assert same
+    assert {*ranks[0]} == {*BACKENDS}
+
+
+@two_gpus
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_hundred_steps(tmp_path: Path, backend: str) -> None:
+    for found in launch(2, "steady", tmp_path, backend):
+        assert found["allocated"][0] == found["allocated"][1]
+        assert found["reserved"][0] == found["reserved"][1]
+        assert found["slow"] == 0, found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_optimizer_steps_without_a_barrier(tmp_path: Path, world: int) -> None:
+    """Equal in bits to those with one, on every backend, decided by the process and by the device."""
+    for rank in launch(world, "optimizer", tmp_path):
+        for case, found in rank.items():
+            setting, _, sync = case.rpartition(" ")
+            if sync == "True":
+                continue
+            expected = rank[f"{setting} True"]
+            assert torch.equal(found["losses"], expected["losses"]), case
+            for name, value in found["parameters"].items():
+                assert torch.equal(value, expected["parameters"][name]), (case, name)
+            assert found["counts"]["skipped"] == expected["counts"]["skipped"] == 2, case
+            assert found["counts"]["clipped"] == expected["counts"]["clipped"], case
+            assert found["counts"]["clipped"] == 6 or " 0.01 " not in case, case
+            assert found["counts"]["clipped"] == 0 or " 1000.0 " not in case, case
+            assert found["counts"]["repeated"] >= expected["counts"]["clipped"], case
+
+
+def test_one_gpu(tmp_path: Path) -> None:
+    (rank,) = launch(1, "alone", tmp_path)
+    for case, values in rank.items():
+        for name, value in values.items():
+            assert error(value, rank["plain"][name]) < 2e-2, (case, name)
+            if "inductor" not in case and case != "plain":
+                assert torch.equal(value, rank["one process"][name]), (case, name)
+
+
+def test_values_and_places_of_parameters(tmp_path: Path) -> None:
+    """Captured steps follow a model that was moved away and back."""
+    for index, rank in enumerate(launch(2, "started", tmp_path)):
+        (seeds,), same = rank["warnings"]
+        assert seeds.startswith("ranks of one pipeline have different values of ")
+        assert "(rank 0 and rank 1)" in seeds
+        assert same == []
+        assert rank["hashes"][0] == rank["hashes"][1]
+        assert f"the pipeline was bound on cuda:{index % torch.cuda.device_count()}; found " in rank["refusal"]
+        assert "on cpu. Move the model back (model.to('cuda" in rank["refusal"]
+        assert rank["captured"].keys() == rank["eager"].keys()
+        assert all(torch.equal(value, rank["eager"][name]) for name, value in rank["captured"].items())
+
+
+def test_messages_by_copies(tmp_path: Path) -> None:
+    assert launch(2, "lines", tmp_path) == [[True] * 6] * 2
+
+
+def test_no_lines_between_hosts(tmp_path: Path) -> None:
+    assert launch(2, "apart", tmp_path) == [(0, 0)] * 2
+
+
+FAILED = ", for its device waits for a rank that has failed. rank 1"
+MISSING = ": its device has waited for other ranks for "
+
+
+@pytest.mark.parametrize(
+    ("scenario", "backend", "reason"),
+    [
+        ("failing", "eager", f"{FAILED}, step 2, action W1.0 (stage 1, microbatch 0): ZeroDivisionError"),
+        ("failing", "cudagraph", f"{FAILED}: ZeroDivisionError"),
+        ("missing", "eager", MISSING),
+        ("missing", "cudagraph", MISSING),
+    ],
+)
+def test_a_process_whose_device_waits_in_vain_ends(tmp_path: Path, scenario: str, backend: str, reason: str) -> None:
+    done = run(2, scenario, str(tmp_path), backend)
+    assert done.returncode != 0
+    assert f"zbfx: rank 0 ends{reason}" in done.stderr, done.stderr[-4000:]

@@ -1,0 +1,266 @@
+"""Replicas of pipelines over gloo, for test_replicas.py: `python -m tests.processes.replicas_worker <world size>
+<scenario> <folder>`.
+
+`python -m tests.processes.replicas_worker 4 sweep <folder>` trains GPT and the tied GPT-2 under every schedule as 2 x
+2, `8 wide-sweep` as 2 x 4, and rank 0 prints the largest differences from one process: minutes, and not part of the
+tests.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import zbfx
+from tests.processes.worker import LIMIT_S, main, refusal, train
+from tests.support.models import Maker, Problem, gpt, gpt2, mlp
+from tests.support.reference import compiled, loss_of, relative_error, rescheduled
+from zbfx.arguments import placement_of
+from zbfx.optim import PostValidated
+from zbfx.runtime import rank_step
+from zbfx.schedule import names
+from zbfx.schedule.orders.registry import SEARCHED
+
+M = 3  # microbatches of a replica
+STEPS = 20
+Compiled = dict[str, tuple[Problem, zbfx.Pipeline]]  # by name: the problem of all replicas, the pipeline of one
+
+
+def mesh_of(replicas: int, ranks: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("dp", "pp"))
+
+
+def part(problem: Problem, replica: int, replicas: int) -> Problem:
+    """The batch of one replica."""
+
+    def own(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(tensor.chunk(replicas)[replica] for tensor in tensors)
+
+    return replace(problem, inputs=own(problem.inputs), targets=own(problem.targets))
+
+
+def pipelines(replicas: int, ranks: int, make: Maker, schedules: Iterable[str], **options: Any) -> Compiled:
+    """A trace for each placement; searched schedules are rank 0's, and get one of their own."""
+    found: Compiled = {}
+    traced: dict[tuple[int, ...], zbfx.Pipeline] = {}
+    whole = make(M * replicas)
+    for schedule in schedules:
+        placement = placement_of(schedule, ranks, None)
+        if placement in traced and schedule not in SEARCHED:
+            pipe = rescheduled(traced[placement], M, schedule)
+        else:
+            pipe = traced[placement] = compiled(part(whole, 0, replicas), ranks, M, schedule=schedule, **options)
+        found[f"{make.__name__} {schedule}"] = (whole, pipe)
+    return found
+
+
+def alone(problem: Problem, steps: int = STEPS) -> dict[str, Any]:
+    """The same with plain autograd on the batches of all replicas; the gradients are those of the first step."""
+    model = copy.deepcopy(problem.model)
+    first: dict[str, Tensor] = {}
+
+    def step(*tensors: Tensor) -> Tensor:
+        loss = loss_of(problem, model, tensors[: len(problem.inputs)], tensors[len(problem.inputs) :], {})
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None, name
+            first.setdefault(name, parameter.grad.clone())
+        return loss.detach()
+
+    return {"losses": train(problem, step, model.parameters(), steps), "gradients": first}
+
+
+def trained(problem: Problem, step: Any, replica: int, replicas: int, steps: int = STEPS) -> dict[str, Any]:
+    """Losses of one replica, and the gradients that the first step adds to what `.grad` holds."""
+    gradients: dict[str, Tensor] = {}
+
+    def first_gradients(*tensors: Tensor) -> Tensor:
+        # Roll the batches of all replicas, then take this one's.
+        loss: Tensor = step(*(tensor.chunk(replicas)[replica] for tensor in tensors))
+        for name, parameter in step.named_parameters():
+            gradients.setdefault(name, parameter.grad.clone())
+        return loss
+
+    return {"losses": train(problem, first_gradients, step.parameters(), steps), "gradients": gradients}
+
+
+def errors(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """The largest relative differences of losses and gradients from those of one process."""
+    losses = zip(found["losses"], expected["losses"], strict=True)
+    return {
+        "loss": max(abs(a - b) / abs(b) for a, b in losses),
+        "gradient": max(relative_error(g, expected["gradients"][name]) for name, g in found["gradients"].items()),
+    }
+
+
+def every_pipeline(
+    prepared: Compiled, replicas: int, ranks: int, rank: int, *, verbose: bool = False
+) -> dict[str, Any]:
+    mesh, results, expected = mesh_of(replicas, ranks), {}, {}
+    for name, (whole, pipe) in prepared.items():
+        model = name.partition(" ")[0]
+        if model not in expected:
+            expected[model] = alone(whole)
+            initial = {key: value.clone() for key, value in whole.model.state_dict().items()}
+        whole.model.load_state_dict(initial)
+        whole.model.zero_grad()
+        found = trained(whole, pipe.bind(mesh), rank // ranks, replicas)
+        results[name] = errors(found, expected[model]) | {"steps": len(found["losses"]), "last": found["losses"][-1]}
+        if verbose and rank == 0:
+            print(f"{replicas} x {ranks} {name}: {results[name]}", flush=True)
+    return results
+
+
+def zero(prepared: Compiled, replicas: int, ranks: int, rank: int) -> dict[str, Any]:
+    """Training in float32 with and without ZeRO-1: losses, parameters, and how many numbers the optimizer steps."""
+    mesh, results = mesh_of(replicas, ranks), {}
+    for name, (whole, pipe) in prepared.items():
+        initial = {key: value.clone() for key, value in pipe.model.state_dict().items()}
+        found = []
+        for stage in (0, 1):
+            pipe.model.load_state_dict(initial)
+            step = pipe.bind(mesh, zero=stage, seed=0)
+            losses = train(whole, part_of(step, rank // ranks, replicas), step.parameters())
+            own_part = part(whole, rank // ranks, replicas)
+            evaluated = step.evaluate(*own_part.inputs, *own_part.targets)
+            step.collect()
+            own = {n: p.detach().clone() for n, p in step.engine.runners[0].parameters.items()}
+            sizes = sum(p.numel() for p in step.parameters())
+            found.append({"losses": losses, "evaluated": evaluated.item(), "parameters": own, "size": sizes})
+        results[name] = found
+    return results
+
+
+def part_of(step: Any, replica: int, replicas: int) -> Callable[..., Tensor]:
+    """The step on this replica's part of the batches of all."""
+    return lambda *tensors: step(*(tensor.chunk(replicas)[replica] for tensor in tensors))
+
+
+def two_by_two(prepared: Compiled, rank: int) -> dict[str, Any]:
+    """Training under many schedules; gradients that accumulate; then refusals, a fault last."""
+    results: dict[str, Any] = {"trained": every_pipeline(prepared, 2, 2, rank)}
+    results["zero"] = zero(pipelines(2, 2, in_float32, ["zb-h1"]), 2, 2, rank)
+    mesh, replica = mesh_of(2, 2), rank // 2
+    whole = mlp(M * 2)
+    pipe = compiled(part(whole, 0, 2), 2, M)
+    problem = part(whole, replica, 2)
+    results["no mesh"] = refusal(pipe.bind)
+    with torch.no_grad():
+        weight = pipe.model.get_parameter("0.weight")
+        if rank == 2:
+            weight.add_(1)
+        results["other weights"] = refusal(partial(pipe.bind, mesh))
+        if rank == 2:
+            weight.copy_(mlp(M).model.get_parameter("0.weight"))
+    results["zero 2"] = refusal(partial(pipe.bind, mesh, zero=2))
+    results["clipped"] = clipped(whole, pipe, mesh, replica)
+    step = pipe.bind(mesh)
+    whole.model.zero_grad()
+    results["accumulated"] = accumulated(whole, step, problem)
+    results["no data"] = refusal(step if replica else lambda: step(*problem.inputs, *problem.targets))
+    more = tuple(torch.cat([t, t]) for t in (*problem.inputs, *problem.targets))
+    results["other count"] = refusal(lambda: step(*(more if replica else (*problem.inputs, *problem.targets))))
+    rows: Any = [((x, y), {}) for x, y in zip(problem.inputs[0].chunk(M), problem.targets[0].chunk(M), strict=True)]
+    results["fewer"] = refusal(lambda: step.run_split(rows[: M - 1] if replica else rows))
+    results["evaluated"] = step.evaluate(*problem.inputs, *problem.targets).item()
+    results["after refusals"] = step(*problem.inputs, *problem.targets).item()
+    if rank == 3:
+        call = next(call for call in step.engine.runners[0].calls if call.phase.name == "B1")
+        call.take = raise_on_purpose  # type: ignore[method-assign]
+    results["fault"] = refusal(lambda: step(*problem.inputs, *problem.targets))
+    return results
+
+
+def four_by_one(prepared: Compiled, rank: int) -> dict[str, Any]:
+    trained = every_pipeline(prepared, 4, 1, rank)
+    return {"trained": trained, "zero": zero(pipelines(4, 1, in_float32, ["zb-h1"]), 4, 1, rank)}
+
+
+def in_float32(microbatches: int) -> Problem:
+    """GPT-2, whose head is tied to the embedding, in float32."""
+    problem = gpt2(microbatches)
+    problem.model.float()
+    return problem
+
+
+def clipped(whole: Problem, pipe: zbfx.Pipeline, mesh: DeviceMesh, replica: int) -> list[dict[str, Any]]:
+    """Training whose steps are clipped after the fact, every one or some, without and with ZeRO-1."""
+    initial = {key: value.clone() for key, value in pipe.model.state_dict().items()}
+    found = []
+    for max_norm in (0.02, 0.05, 10.0):
+        for stage in (0, 1):
+            pipe.model.load_state_dict(initial)
+            step = pipe.bind(mesh, zero=stage)
+            optimizer = PostValidated(torch.optim.AdamW(step.parameters(), lr=1e-2), step, max_norm=max_norm)
+            losses = []
+            for count in range(8):
+                tensors = [t.roll(count, 0) for t in (*whole.inputs, *whole.targets)]
+                losses.append(part_of(step, replica, 2)(*tensors).item())
+                optimizer.step()
+                optimizer.zero_grad()
+            step.collect()
+            own = {n: p.detach().clone() for n, p in step.engine.runners[0].parameters.items()}
+            figures = {"losses": losses, "parameters": own, "counts": asdict(optimizer.counts)}
+            found.append(figures | {"norm": optimizer.verdict.norm if optimizer.verdict else None})
+    pipe.model.load_state_dict(initial)
+    return found
+
+
+def raise_on_purpose(*_: Any, **__: Any) -> Any:
+    raise ArithmeticError("on purpose")
+
+
+def accumulated(whole: Problem, step: Any, problem: Problem) -> dict[str, Any]:
+    """Gradients over three steps, the second into a tensor of the user's own, against three times one step's."""
+    batch = (*problem.inputs, *problem.targets)
+    losses = [step(*batch).item()]
+    once = {name: parameter.grad.clone() for name, parameter in step.named_parameters()}
+    own = {}
+    for name, parameter in step.named_parameters():
+        own[name] = parameter.grad = parameter.grad.clone()
+    losses += [step(*batch).item()]
+    kept = all(parameter.grad is own[name] for name, parameter in step.named_parameters())
+    for _, parameter in step.named_parameters():
+        parameter.grad = None
+    losses += [step(*batch).item(), step(*batch).item()]
+    twice = [relative_error(own[name], 2 * gradient) for name, gradient in once.items()]
+    twice += [relative_error(p.grad, 2 * once[name]) for name, p in step.named_parameters()]
+    for _, parameter in step.named_parameters():
+        parameter.grad = None
+    return {"losses": losses, "kept": kept, "error": max(twice), "expected": alone(whole, 1)["losses"][0]}
+
+
+def sweep(replicas: int, ranks: int, rank: int) -> dict[str, Any]:
+    prepared = pipelines(replicas, ranks, gpt, names()) | pipelines(replicas, ranks, gpt2, names())
+    return every_pipeline(prepared, replicas, ranks, rank, verbose=True)
+
+
+def small(rank: int) -> dict[str, Any]:
+    rank_step.LOADS = ("cpu",)
+    prepared = pipelines(2, 2, gpt, ["gpipe", "1f1b", "zb-h1", "zb-h2", "v-min", "interleaved-1f1b"])
+    return two_by_two(prepared | pipelines(2, 2, gpt2, ["zb-h1", "zb-v-order"]), rank)
+
+
+SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "two-by-two": small,
+    "two-by-four": lambda rank: every_pipeline(pipelines(2, 4, gpt2, ["zb-h1"]), 2, 4, rank),
+    "four-by-one": lambda rank: four_by_one(pipelines(4, 1, gpt2, ["1f1b", "zb-h1"]), rank),
+    "sweep": partial(sweep, 2, 2),
+    "wide-sweep": partial(sweep, 2, 4),
+}
+
+
+if __name__ == "__main__":
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    limit_s = 1200 if "sweep" in sys.argv[2] else LIMIT_S
+    sys.exit(main(int(sys.argv[1]), SCENARIOS[sys.argv[2]], Path(sys.argv[3]), limit_s))

@@ -1,0 +1,223 @@
+"""Program -> the bytes that its rank holds, at every action of a step: the prediction that `mem_limit` is kept by.
+
+What is static is counted from the graphs; what comes and goes from a walk of the program (`zbfx.memory.walk`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from zbfx.comm.together import exchange
+from zbfx.graphs import Joint, Phase, Role
+from zbfx.memory.lifetimes import CUDA_GRANULE, Lifetimes, lifetimes, rounded
+from zbfx.memory.walk import Moment, Walk, called, live_at, strides_of
+from zbfx.passes.nodes import value_bytes
+from zbfx.plan import Action, Kind, Schedule, parts
+from zbfx.program import streams
+from zbfx.program.calls import AddToGradient, Gradient, PartialSum, PhaseCall
+from zbfx.program.codegen import Program
+from zbfx.trace.signature import Signature
+
+CONNECTIONS_BYTES = 2**28  # of a GPU, for inboxes and NCCL's buffers, which come after the plan
+ADAM_SLOTS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What runs a pipeline: it decides what a rank holds beside the values of its program. `optimizer_slots` tensors of
+    its size for each parameter; `measured`: costs were, and, with `overlap`, those of Ws beside Bs."""
+
+    device: torch.device
+    backend: str
+    optimizer_slots: float
+    measured: bool
+    overlap: bool
+
+    def streams(self, program: Program) -> int:
+        """How many streams multiply matrices: the current one, that of captures, and the one for Ws beside Bs."""
+        captures = self.measured or self.backend.startswith("cudagraph")
+        beside = any(isinstance(module, streams.Beside) for module in program.module.modules())
+        return 1 + captures + (beside or (self.measured and self.overlap))
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """Bytes that a rank holds through the whole step. `batch` are the tensors of all microbatches that it reads."""
+
+    parameters: int = 0
+    gradients: int = 0
+    buffers: int = 0  # and constants
+    batch: int = 0
+    optimizer: int = 0
+    workspace: int = 0  # of the device's libraries
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.buffers + self.batch + self.optimizer + self.workspace
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What one rank holds in a step. `live` says what makes up the most, beside what is static: (what, bytes)."""
+
+    rank: int
+    static: Static
+    moments: tuple[Moment, ...]
+    live: tuple[tuple[str, int], ...]
+
+    @property
+    def highest(self) -> Moment:
+        return max(self.moments, key=lambda moment: moment.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.static.total + self.highest.peak_bytes
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Says what the ranks of a pipeline hold. `known` are the lifetimes in phases, which programs share."""
+
+    joint: Joint
+    signature: Signature
+    microbatches: int
+    setting: Setting
+    known: dict[int, tuple[Phase, Lifetimes]] = field(default_factory=dict)
+
+    def memory(self, programs: Sequence[Program]) -> tuple[RankMemory, ...]:
+        """What each rank holds in a step."""
+        return tuple(map(self.rank_memory, programs))
+
+    def rank_memory(self, program: Program) -> RankMemory:
+        """Walk a program."""
+        named = [(name, called(module)) for name, module in program.module.named_children()]
+        phases = {name: self.lifetimes(call.phase) for name, call in named if isinstance(call, PhaseCall)}
+        walk = Walk(program, phases, {}, strides_of(program), self.granule)
+        walk.run()
+        moments = tuple(walk.moments)
+        highest = max(range(len(moments)), key=lambda k: moments[k].peak_bytes)
+        static = replace(
+            static_of(program, self.joint, self.microbatches, self.whole, self.setting.optimizer_slots, self.granule),
+            workspace=self.setting.streams(program) * workspace_bytes(self.setting.device),
+        )
+        return RankMemory(program.rank, static, moments, live_at(walk, moments, highest))
+
+    @property
+    def granule(self) -> int:
+        """What sizes are multiples of."""
+        return CUDA_GRANULE if self.setting.device.type == "cuda" else 1
+
+    @property
+    def whole(self) -> set[str]:
+        """The inputs that are not cut into microbatches."""
+        return {spec.name for spec in self.signature.tensors if spec.batch_dim is None}
+
+    def lifetimes(self, phase: Phase) -> Lifetimes:
+        """Compiled phases count with the storages of the ops that they are made from, and with what else they were
+        measured to hold."""
+        if id(phase) not in self.known:
+            self.known[id(phase)] = phase, lifetimes(phase, self.granule)
+        return self.known[id(phase)][1]
+
+
+def free_bytes(device: torch.device, ranks: int) -> list[float]:
+    """What each rank's device has to give: on a GPU free memory but for its connections; free memory of a host is
+    shared equally by its processes."""
+    if device.type == "cuda":
+        own = float(torch.cuda.mem_get_info(device)[0]) - CONNECTIONS_BYTES
+    else:
+        pages = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        assert pages is not None, "Linux says how much memory is available"
+        own = float(pages[1]) * 1024 / ranks
+    found = exchange("compile (free memory)", own)
+    return found if len(found) == ranks else [own] * ranks
+
+
+def workspace_bytes(device: torch.device) -> int:
+    """What cuBLAS gets from PyTorch's allocator for each stream that multiplies matrices, once and for good."""
+    if device.type != "cuda":
+        return 0
+    asked = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if asked:
+        return sum(int(kib) * int(times) for kib, times in asked) * 1024
+    hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] >= 9
+    return 32 * 2**20 if hopper else (2 * 4096 + 8 * 16) * 1024
+
+
+def static_of(
+    program: Program, joint: Joint, microbatches: int, whole: Collection[str], slots: float, granule: int
+) -> Static:
+    """The static bytes of a rank. `whole` names the inputs that are not cut into microbatches; the optimizer keeps
+    `slots` tensors of the size of each parameter that it trains."""
+    sizes = {port.name: rounded(value_bytes(node), granule) for node, port in joint.input_ports().items()}
+    modules = list(program.module.modules())
+    phases = [module.phase for module in modules if isinstance(module, PhaseCall)]
+    ports = {port for phase in phases for port in phase.ports}
+    parameters = {name for phase in phases for name in phase.parameters}
+    shared = {module.name for module in modules if isinstance(module, AddToGradient | Gradient)}
+    trained = {name for phase in phases for name in phase.gradients} | shared
+    partial = [module.name for module in modules if isinstance(module, PartialSum)]
+    buffers = {port.name for port in ports if port.role in (Role.BUFFER, Role.CONSTANT)}
+    inputs = {port.name for port in ports if port.role is Role.INPUT}
+    return Static(
+        parameters=sum(sizes[name] for name in parameters),
+        gradients=sum(sizes[name] for name in (*trained, *partial)),
+        buffers=sum(sizes[name] for name in buffers),
+        batch=sum(sizes[name] * (1 if name in whole else microbatches) for name in inputs),
+        optimizer=round(slots * sum(sizes[name] for name in trained)),
+    )
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What every rank holds in a step; prints as a table with what is live at the peak."""
+
+    ranks: tuple[RankMemory, ...]
+    mem_limit: tuple[float, ...] | None
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        return tuple(rank.peak_bytes for rank in self.ranks)
+
+    def __str__(self) -> str:
+        lines = []
+        for memory in self.ranks:
+            limit = "" if self.mem_limit is None else f", limit {self.mem_limit[memory.rank]:,.0f}"
+            place = memory.highest.action or "the end"
+            lines.append(f"rank {memory.rank}: peak {memory.peak_bytes:,} bytes, in {place}{limit}")
+            static = {name: getattr(memory.static, name) for name in Static.__dataclass_fields__}
+            lines += [f"  {size:>18,}  {name}" for name, size in (*static.items(), *memory.live) if size]
+        return "\n".join(lines)
+
+
+def timed(schedule: Schedule, ranks: Sequence[RankMemory]) -> Schedule:
+    """The schedule with its memory as the programs have it: peaks, and the curve over time."""
+    peaks = tuple(float(memory.peak_bytes) for memory in ranks)
+    return replace(schedule, peak_bytes=peaks, memory=tuple(curve(schedule, memory) for memory in ranks))
+
+
+def curve(schedule: Schedule, memory: RankMemory) -> tuple[tuple[float, float], ...]:
+    """(seconds, bytes held from then on): an action's most while it runs, what it leaves once it has ended."""
+    spans_s: dict[Action, tuple[float, float]] = {}
+    for span in schedule.spans[memory.rank]:
+        begin_s, end_s = span.start_s, span.end_s
+        for part in parts(span.action):
+            cost = schedule.costs.stages[part.stage]
+            whole_s = float(cost.backward_input_s + cost.backward_weight_s)
+            share = float(cost.backward_input_s) / whole_s if span.action.kind is Kind.BW and whole_s else 1.0
+            middle_s = span.start_s + share * (span.end_s - span.start_s)
+            spans_s[part] = (begin_s, middle_s if part.kind is Kind.B else end_s)
+            begin_s = middle_s
+    always = memory.static.total
+    points = [(0.0, float(always))]
+    for moment in memory.moments:
+        if moment.action is not None:
+            begin_s, end_s = spans_s[moment.action]
+            points += [(begin_s, float(always + moment.peak_bytes)), (end_s, float(always + moment.left_bytes))]
+    return tuple(points)

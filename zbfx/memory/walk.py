@@ -1,0 +1,256 @@
+"""A program walked node by node as the runtime runs it (`zbfx.runtime.runner`), on storages in place of tensors.
+
+A storage counts once, from the op that makes it until nothing holds it any more. Held by values of the program, by
+receives that are posted, by what was sent and has not been let go, and inside phases by what their ops still read
+(`zbfx.memory.lifetimes`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx, nn
+
+from zbfx.comm import transports
+from zbfx.memory.lifetimes import Effect, Lifetimes, Slot, call_effect, rounded
+from zbfx.plan import Action
+from zbfx.program import streams
+from zbfx.program.calls import AddToGradient, Gradient, GradientBucket, PartialSum, PhaseCall
+from zbfx.program.codegen import Program
+from zbfx.program.relays import Bound
+from zbfx.runtime.runner import dying_values
+
+# Modules that read and write gradients alone, or, for the optimizer, a few numbers.
+STATIC = (PartialSum, AddToGradient, Gradient, GradientBucket, Bound)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Bytes beside the static ones up to the end of an action: the most since the action before, and what is left.
+
+    `node` is the op of the phase at which the most was held; "" if that was between phases. The last moment of a step
+    has no action.
+    """
+
+    action: Action | None
+    peak_bytes: int
+    left_bytes: int
+    node: str
+
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """A storage while a program is walked: what made it, and how many values hold it."""
+
+    size: int
+    maker: str
+    holders: int = 0
+
+
+Value = Storage | tuple["Value", ...] | None  # None: nothing that counts
+
+
+@dataclass
+class Walk:
+    """One pass over a program. `values` is what its nodes hold, `held` the bytes of it all."""
+
+    program: Program
+    phases: Mapping[str, Lifetimes]
+    effects: dict[tuple[Any, ...], Effect]
+    strides: Mapping[str, tuple[int, ...]]
+    granule: int
+    values: dict[fx.Node, Value] = field(default_factory=dict)
+    posted: dict[str, Value] = field(default_factory=dict)
+    sent: dict[str, Value] = field(default_factory=dict)
+    held: int = 0
+    peak: int = 0
+    node: str = ""
+    moments: list[Moment] = field(default_factory=list)
+
+    def run(self, until: int | None = None) -> None:
+        """Walk the nodes, or the first `until` moments and the nodes before the call that ends the next one."""
+        nodes = list(self.program.module.graph.nodes)
+        dying = dying_values(nodes)
+        for node, dead in zip(nodes, dying, strict=True):
+            if node.op == "output":
+                break
+            if node.op == "call_module":
+                if until is not None and len(self.moments) == until and "action" in node.meta:
+                    return
+                self.call(node, dead)
+            else:
+                self.keep(node, self.other(node))
+            for name in dead:
+                self.drop(self.values.pop(name, None))
+        for key in list(self.sent):
+            self.drop(self.sent.pop(key))
+        self.moments.append(Moment(None, self.peak, self.held, ""))
+
+    def other(self, node: fx.Node) -> Value:
+        """What a node that computes nothing holds."""
+        if node.op == "placeholder":
+            return None
+        key = str(node.args[1])
+        if node.target is transports.post:
+            sizes = [layout_bytes(layout) for layout in self.program.messages[key].layouts]
+            self.posted[key] = tuple(self.new(size, "receives") for size in sizes)
+            count(self.posted[key])
+        elif node.target is transports.receive:
+            received = self.posted.pop(key)
+            release(received)  # what calls this holds it
+            return received
+        elif node.target is transports.send:
+            self.sent[key] = self.on_its_way(key, node.args[2])  # type: ignore[arg-type]
+            count(self.sent[key])
+        elif node.target is transports.release:
+            self.drop(self.sent.pop(key))
+        elif node.target in (
+            transports.reduce,
+            transports.reduced,
+            transports.gather,
+            transports.gathered,
+            streams.join,
+        ):
+            return None  # in place, on gradients; what a call on another stream reads is held until here
+        else:
+            assert node.target is operator.getitem, f"no rule for the memory of {node.format_node()}"
+            whole = self.values[node.args[0]]  # type: ignore[index]
+            return whole[node.args[1]] if isinstance(whole, tuple) else None  # type: ignore[index]
+        return None
+
+    def on_its_way(self, key: str, sources: Sequence[fx.Node]) -> Value:
+        """What a sent message holds: the values, or copies of those that do not fill their memory."""
+        found: list[Value] = []
+        message = self.program.messages[key]
+        for source, name, layout in zip(sources, message.names, message.layouts, strict=True):
+            if name in self.strides and self.strides[name] != layout.stride:
+                found.append(self.new(layout_bytes(layout), "sends"))
+            else:
+                found.append(self.values[source])
+        return tuple(found)
+
+    def call(self, node: fx.Node, dead: Sequence[fx.Node]) -> None:
+        module = called(self.program.module.get_submodule(str(node.target)))
+        if not isinstance(module, PhaseCall):
+            assert isinstance(module, STATIC), f"no rule for the memory of {node.format_node()}"
+            return self.keep(node, self.loss(len(node.args)) if node.target == "loss" else None)
+        arguments = [self.values[source] for source in node.args[1:]]  # type: ignore[index]
+        found: list[Any] = [arguments[i] if k is None else arguments[i][k] for i, k in module.places]  # type: ignore[index]
+        read = [value or Storage(0, "", holders=1) for value in found]  # a view of what is static counts nothing
+        for name in dead:
+            release(self.values.pop(name, None))
+        first: dict[int, Slot] = {}
+        groups = tuple(first.setdefault(id(storage), slot) for slot, storage in enumerate(read))
+        owned = tuple(slot for slot in first.values() if not read[slot].holders)
+        effect = self.effect(str(node.target), groups, owned, {slot: read[slot].size for slot in first.values()})
+        most = self.held + module.phase.most_bytes(effect.peak)
+        if most > self.peak:
+            self.peak, self.node = most, effect.node
+        self.held += effect.remains
+        storages: dict[Slot | None, Value] = dict(enumerate(read)) | {None: None}
+        storages |= {slot: Storage(size, module.phase.name) for slot, size in effect.made.items()}
+        results = [storages[slot] for slot in self.phases[str(node.target)].results]
+        value = tuple(results[p] if isinstance(p, int) else tuple(results[i] for i in p) for p in module.packing)
+        self.values[node] = value
+        count(value)
+        if "action" in node.meta:
+            self.moments.append(Moment(node.meta["action"], self.peak, self.held, self.node))
+            self.peak, self.node = self.held, ""
+        return None
+
+    def loss(self, microbatches: int) -> Storage:
+        """The loss of the batch, from those of its microbatches, stacked."""
+        layout = self.program.chain.loss
+        stacked = self.new(microbatches * layout_bytes(layout), "loss")
+        loss = self.new(layout_bytes(layout), "loss")
+        self.held -= stacked.size
+        return loss
+
+    def effect(
+        self, phase: str, groups: tuple[Slot, ...], owned: tuple[Slot, ...], sizes: Mapping[Slot, int]
+    ) -> Effect:
+        """The same for every microbatch whose values are shared and held in the same way."""
+        key = (phase, groups, owned)
+        if key not in self.effects:
+            self.effects[key] = call_effect(self.phases[phase], groups, owned, sizes)
+        return self.effects[key]
+
+    def new(self, size: int, maker: str) -> Storage:
+        size = rounded(size, self.granule)
+        self.held += size
+        if self.held > self.peak:
+            self.peak, self.node = self.held, ""
+        return Storage(size, maker)
+
+    def keep(self, node: fx.Node, value: Value) -> None:
+        self.values[node] = value
+        count(value)
+
+    def drop(self, value: Value) -> None:
+        self.held -= sum(storage.size for storage in release(value))
+
+
+def count(value: Value) -> None:
+    """One holder more for every storage of a value."""
+    if isinstance(value, Storage):
+        value.holders += 1
+    for entry in value if isinstance(value, tuple) else ():
+        count(entry)
+
+
+def release(value: Value) -> list[Storage]:
+    """One holder less; the storages that have none left."""
+    if isinstance(value, Storage):
+        value.holders -= 1
+        return [] if value.holders else [value]
+    return [storage for entry in value for storage in release(entry)] if isinstance(value, tuple) else []
+
+
+def storages_in(values: Collection[Value]) -> set[Storage]:
+    found: set[Storage] = set()
+    for value in values:
+        if isinstance(value, Storage):
+            found.add(value)
+        elif value is not None:
+            found |= storages_in(value)
+    return found
+
+
+def layout_bytes(layout: Any) -> int:
+    size = layout.dtype.itemsize
+    for length in layout.shape:
+        size *= int(length)
+    return size
+
+
+def called(module: nn.Module) -> nn.Module:
+    """The call itself, on whatever stream."""
+    return module.call if isinstance(module, streams.Beside) else module
+
+
+def strides_of(program: Program) -> dict[str, tuple[int, ...]]:
+    """The strides of what the rank's phases return, by name."""
+    phases = [module.phase for module in program.module.modules() if isinstance(module, PhaseCall)]
+    return {
+        name: node.meta["val"].stride()
+        for phase in phases
+        for name, node in zip(phase.results, phase.module.graph.output_node().args[0], strict=False)  # type: ignore[arg-type]
+    }
+
+
+def live_at(whole: Walk, moments: Sequence[Moment], index: int) -> tuple[tuple[str, int], ...]:
+    """What is held as an action begins, by what made it; and what the action itself adds at its worst."""
+    walk = Walk(whole.program, whole.phases, whole.effects, whole.strides, whole.granule)
+    walk.run(until=index)
+    makers: dict[str, list[int]] = defaultdict(list)
+    for storage in storages_in([*walk.values.values(), *walk.posted.values(), *walk.sent.values()]):
+        makers[storage.maker].append(storage.size)
+    parts = [(f"from {maker} ({len(sizes)} tensors)", sum(sizes)) for maker, sizes in sorted(makers.items())]
+    moment = moments[index]
+    inside = moment.peak_bytes - sum(size for _, size in parts)
+    place = f"inside {moment.action}, at {moment.node}" if moment.node else "before it"
+    return (*parts, (place, inside)) if inside else tuple(parts)

@@ -1,0 +1,140 @@
+"""The modules that a rank program calls: phases with what they read, and tensors that are bound at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from zbfx.comm import transports
+from zbfx.graphs import Phase, Stage
+from zbfx.plan import Kind
+from zbfx.program.boxed import Boxed, boxed
+from zbfx.program.reductions import Bucket
+
+Item = str | tuple[str, ...]  # a value by name, or a bundle of values
+
+
+class BoundTensor(nn.Module):
+    """A tensor that is bound at run time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensor: Tensor | None = None
+
+    def forward(self) -> Tensor:
+        assert self.tensor is not None, "bound before the program runs"
+        return self.tensor
+
+
+class PartialSum(BoundTensor):
+    """One stage's sum of a shared gradient."""
+
+    def __init__(self, name: str, stage: int) -> None:
+        super().__init__()
+        self.name, self.stage = name, stage
+
+
+class AddToGradient(nn.Module):
+    """Adds the stages' sums of a shared gradient into its accumulator, bound at run time (None: another rank of this
+    process does it)."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.tensor: Tensor | None = None
+
+    def forward(self, *partial_sums: Tensor) -> None:
+        if self.tensor is not None:
+            for partial_sum in partial_sums:
+                self.tensor.add_(partial_sum)
+
+
+class GradientBucket(BoundTensor):
+    """The flat tensor behind a bucket's gradients."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__()
+        self.bucket = bucket
+
+
+class ParameterBucket(GradientBucket):
+    """The flat tensor behind a bucket's parameters."""
+
+
+class Gradient(BoundTensor):
+    """The gradient of a shared parameter."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+class PhaseCall(nn.Module):
+    """A phase as the program calls it: with its static tensors bound, and with the values that only its own stage
+    reads later packed into one bundle per lifetime.
+
+    `returned` lists what the call returns: names, and bundles (tuples of names). `arguments` lists, likewise, what it
+    is called with after the microbatch. `take` is the same call with its arguments in a list, which it empties: what
+    nobody else holds dies at its last use inside the phase.
+    """
+
+    def __init__(self, phase: Phase, arguments: Sequence[Item], returned: Sequence[Item]) -> None:
+        super().__init__()
+        self.phase, self.arguments, self.returned = phase, tuple(arguments), tuple(returned)
+        self.run: Boxed = boxed(phase)
+        place: dict[str, tuple[int, int | None]] = {
+            name: (i, k) for i, item in enumerate(arguments) for k, name in enumerate(item) if isinstance(item, tuple)
+        }
+        place |= {item: (i, None) for i, item in enumerate(arguments) if isinstance(item, str)}
+        self.places = [place[name] for name in phase.values]
+        results = [*phase.results, *(["loss"] if phase.has_loss else [])]
+        self.packing = [
+            results.index(item) if isinstance(item, str) else [results.index(name) for name in item]
+            for item in returned
+        ]
+        self.ports: list[Tensor | str] = []  # a tensor, or the name of an input of the microbatch
+        self.accumulators: list[Tensor] = []
+
+    def forward(self, microbatch: transports.Microbatch, *args: Any) -> tuple[Any, ...]:
+        return self.take([microbatch, *args])
+
+    def take(self, box: list[Any]) -> tuple[Any, ...]:
+        microbatch: transports.Microbatch = box[0]
+        inside: list[Any] = [microbatch.inputs[port] if isinstance(port, str) else port for port in self.ports]
+        inside += [box[1 + i] if k is None else box[1 + i][k] for i, k in self.places]
+        inside += self.accumulators
+        if self.phase.is_random:
+            inside.append(microbatch.seed)
+        box.clear()
+        results = self.run(inside)
+        return tuple(
+            results[index] if isinstance(index, int) else tuple(results[i] for i in index) for index in self.packing
+        )
+
+
+def bundles_of(stages: Sequence[Stage], index: int) -> dict[Kind, list[tuple[str, ...]]]:
+    """For F and B of a stage, the values that no other stage reads, bundled by the phase that reads them last."""
+    stage = stages[index]
+    elsewhere = {name for other in stages if other is not stage for p in other.phases.values() for name in p.values}
+    bundles: dict[Kind, list[tuple[str, ...]]] = {Kind.W: []}
+    last_reader = {name: kind for kind in (Kind.B, Kind.W) for name in stage.phases[kind].values}
+    for maker in (Kind.F, Kind.B):
+        own = [name for name in stage.phases[maker].results if name not in elsewhere]
+        by_reader = [tuple(name for name in own if last_reader[name] is reader) for reader in (Kind.B, Kind.W)]
+        bundles[maker] = [bundle for bundle in by_reader if bundle]
+    return bundles
+
+
+def arguments_of(phase: Phase, bundles: Mapping[Kind, Sequence[tuple[str, ...]]]) -> list[Item]:
+    """The names and bundles that hold what the phase reads."""
+    bundle_of = {name: bundle for made in bundles.values() for bundle in made for name in bundle}
+    return list(dict.fromkeys(bundle_of.get(name, name) for name in phase.values))
+
+
+def packing_of(phase: Phase, bundles: Sequence[tuple[str, ...]]) -> list[Item]:
+    """What the phase's call returns: the values that travel, the loss, and the bundles."""
+    bundled = {name for bundle in bundles for name in bundle}
+    alone = [name for name in phase.results if name not in bundled]
+    return [*alone, *(["loss"] if phase.has_loss else []), *bundles]

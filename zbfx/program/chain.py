@@ -1,0 +1,210 @@
+"""What goes along the chain of ranks: the loss in every program, and what an optimizer step without a barrier adds.
+
+The loss goes from the rank that has it back along the chain (message `loss>1`: to rank 1) as soon as the plan says that
+it does not wait for anybody: a broadcast at the end of the step would be a barrier, where the next step's forwards can
+begin.
+
+Steps of an optimizer that waits for no barrier are validated (section 4 of the paper). After its last action a rank
+receives the gradient norms known so far (`state>2`), adds its own and passes them on along the chain, whose last rank
+knows all. Meanwhile every rank steps its optimizer. The full state comes back along the chain (`verdict>1`) while the
+forwards of the next step run: each rank looks at it after its *prefix*, the forwards before its first backward. If an
+early step was wrong, all ranks see so in the same numbers, correct it, and run the prefix again. Whatever is sent in a
+prefix and read after the reader's own prefix was made with wrong weights too: it is received and dropped before the
+prefix runs again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from zbfx.graphs import Phase, Stage
+from zbfx.plan import Action, Kind, Schedule, parts
+from zbfx.program.messages import POST_AHEAD, Message, TensorLayout
+
+
+class Neighbours(NamedTuple):
+    """The ranks before and after a rank in the chain; None at its ends."""
+
+    before: int | None
+    after: int | None
+
+
+@dataclass(frozen=True)
+class Chain:
+    """`ranks`: in the order in which the state passes; the loss arises on the last. Per rank: `loss_at`, before which
+    of its unfused actions it passes on the loss, and `prefix`, how many of them run before it looks at the verdict;
+    with no `state` there is none."""
+
+    ranks: tuple[int, ...]
+    prefix: tuple[int, ...]
+    loss_at: tuple[int, ...]
+    loss: TensorLayout
+    state: TensorLayout | None = None
+
+    def neighbours(self, rank: int) -> Neighbours:
+        place = self.ranks.index(rank)
+        after = self.ranks[place + 1] if place + 1 < len(self.ranks) else None
+        return Neighbours(self.ranks[place - 1] if place else None, after)
+
+    def message(self, kind: str, source: int, target: int) -> Message:
+        layout = self.loss if kind == "loss" else self.state
+        assert layout is not None, "a chain that passes a state"
+        return Message(f"{kind}>{target}", None, None, source, target, (kind,), (layout,))
+
+    @property
+    def pairs(self) -> set[tuple[int, int]]:
+        """The (source, target) ranks between which the state and the verdict travel."""
+        links = list(zip(self.ranks, self.ranks[1:], strict=False))
+        return {*links, *((after, before) for before, after in links)}
+
+
+def order_of_ranks(schedule: Schedule, loss_rank: int) -> tuple[int, ...]:
+    """All ranks: those whose backwards begin last come first, and the rank of the loss, which begins, last."""
+    first_backward = [
+        next((span.start_s for span in spans if span.action.kind is not Kind.F), 0.0) for spans in schedule.spans
+    ]
+    ranks = range(len(schedule.ranks))
+    return tuple(sorted(ranks, key=lambda rank: (rank == loss_rank, -first_backward[rank], rank)))
+
+
+def chain_of(
+    schedule: Schedule,
+    messages: Sequence[Message],
+    ranks: tuple[int, ...],
+    loss: TensorLayout,
+    state_size: int | None = None,
+) -> Chain:
+    """The chain of these ranks (`order_of_ranks`); with `state_size`, one along which optimizer steps are validated."""
+    orders = [[part for action in order for part in parts(action)] for order in schedule.ranks]
+    starts = [
+        # An action beside another may start before the one that it comes after in the order.
+        list(accumulate((span.start_s for span in spans for _ in parts(span.action)), max))
+        for spans in schedule.spans
+    ]
+    prefix = (0,) * len(ranks) if state_size is None else prefixes(orders, messages)
+    state = None if state_size is None else TensorLayout((state_size,), (1,), torch.float64)
+    return Chain(ranks, prefix, loss_positions(ranks, orders, starts, prefix), loss, state)
+
+
+def loss_phase(stages: Sequence[Stage]) -> Phase:
+    return next(phase for stage in stages for phase in stage.phases.values() if phase.has_loss)
+
+
+def loss_rank(stages: Sequence[Stage], placement: Sequence[int]) -> int:
+    """The rank that computes the losses."""
+    return placement[loss_phase(stages).stage]
+
+
+def loss_layout(stages: Sequence[Stage]) -> TensorLayout:
+    """How the loss of the batch travels: a scalar of the losses' dtype."""
+    phase = loss_phase(stages)
+    loss = phase.module.graph.output_node().args[0][len(phase.results)]  # type: ignore[index]
+    return TensorLayout((), (), loss.meta["val"].dtype)  # type: ignore[union-attr]
+
+
+def prefixes(orders: Sequence[Sequence[Action]], messages: Sequence[Message]) -> tuple[int, ...]:
+    """How many forwards each rank runs before its first backward, cut so that what they read of other ranks is made in
+    the prefixes of those."""
+    lengths = [next((k for k, a in enumerate(order) if a.kind is not Kind.F), len(order)) for order in orders]
+    position = {action: (rank, k) for rank, order in enumerate(orders) for k, action in enumerate(order)}
+    reads = [(position[m.producer], position[m.consumer]) for m in messages if m.producer and m.consumer]
+    changed = True
+    while changed:
+        changed = False
+        for (source, made_at), (target, read_at) in reads:
+            if read_at < lengths[target] and made_at >= lengths[source]:
+                lengths[target], changed = read_at, True
+    return tuple(lengths)
+
+
+def loss_positions(
+    ranks: Sequence[int],
+    orders: Sequence[Sequence[Action]],
+    starts: Sequence[Sequence[float]],
+    prefix: Sequence[int],
+) -> tuple[int, ...]:
+    """Every rank passes the loss on before its first action that, in the plan, starts after the rank before it did so.
+
+    All waiting goes back in the plan's time, so the ranks cannot wait for each other in a circle.
+    """
+    *others, last = ranks
+    positions = {last: max((k + 1 for k, action in enumerate(orders[last]) if action.kind is Kind.F), default=0)}
+    previous = last
+    for rank in reversed(others):
+        sent_at = positions[previous]
+        sent_s = starts[previous][sent_at] if sent_at < len(starts[previous]) else float("inf")
+        positions[rank] = max(prefix[rank], bisect_left(starts[rank], sent_s))
+        previous = rank
+    return tuple(positions[rank] for rank in range(len(orders)))
+
+
+class RankChain:
+    """One rank's part in it: what comes from and goes to its neighbours, and when it posts its receives.
+
+    `incoming` are the rank's messages and the loss, each sender's in the order in which it sends them. `dropped` are
+    those that a prefix sends and that are read after this rank's own.
+    """
+
+    def __init__(self, chain: Chain, schedule: Schedule, incoming: Sequence[Message], rank: int) -> None:
+        self.chain, self.rank = chain, rank
+        self.prefix, self.loss_at = chain.prefix[rank], chain.loss_at[rank]
+        self.before, self.after = chain.neighbours(rank)
+        self.later = chain.ranks[chain.ranks.index(rank) + 1 :]  # they hear of a verdict before this rank does
+        orders = [[part for action in order for part in parts(action)] for order in schedule.ranks]
+        self.early = {a for order, count in zip(orders, chain.prefix, strict=True) for a in order[:count]}
+        self.dropped = tuple(m for m in incoming if m.producer in self.early and m.consumer not in self.early)
+        self.incoming = list(incoming)
+        loss, _ = self.passed_on("loss")
+        if loss is not None:
+            sent_at = {action: k + 1 for order in orders for k, action in enumerate(order)}
+            place = next(
+                (
+                    k
+                    for k, m in enumerate(incoming)
+                    if m.producer and m.source == loss.source and sent_at[m.producer] > chain.loss_at[loss.source]
+                ),
+                len(incoming),
+            )
+            self.incoming.insert(place, loss)
+
+    @property
+    def loss(self) -> TensorLayout:
+        return self.chain.loss
+
+    @property
+    def validates(self) -> bool:
+        """Whether this rank looks at an optimizer step's verdict."""
+        return self.chain.state is not None
+
+    def passed_on(self, kind: str) -> tuple[Message | None, Message | None]:
+        """The message that a rank gets from one neighbour, and the one that it sends to the other."""
+        source, target = (self.before, self.after) if kind == "state" else (self.after, self.before)
+        return (
+            None if source is None else self.chain.message(kind, source, self.rank),
+            None if target is None else self.chain.message(kind, self.rank, target),
+        )
+
+    def needed_at(self) -> dict[str, int]:
+        """Before which action these messages count as needed.
+
+        What is dropped if the verdict says so is posted as soon as the verdict is known: a captured prefix ends when
+        all that it sent has arrived. From ranks that pass the verdict on to this one it comes before the verdict, which
+        those may send once their prefix has ended.
+        """
+        needed = {m.key: self.prefix + (0 if m.source in self.later else POST_AHEAD) for m in self.dropped}
+        return needed | {m.key: self.loss_at for m in self.incoming if m.producer is None}
+
+    def not_before(self) -> dict[str, int]:
+        """Before which action these messages may not be posted yet: what no prefix sends comes once, but a prefix may
+        run twice."""
+        return {m.key: self.prefix for m in self.incoming if m.producer not in self.early}
+
+    def released_after_verdict(self, message: Message) -> bool:
+        """Whether the reader of a message of this rank's prefix reads it after its own."""
+        return message.producer in self.early and message.consumer not in self.early

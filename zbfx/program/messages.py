@@ -1,0 +1,171 @@
+"""What travels between ranks: messages between actions, and the gradients of parameters that ranks share."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zbfx.graphs import Role, Stage
+from zbfx.plan import Action, Kind, Schedule, parts
+from zbfx.trace.signature import dense_stride
+
+POST_AHEAD = 1  # actions between posting a receive and waiting for it
+
+
+class TensorLayout(NamedTuple):
+    """How a tensor travels and arrives."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Message:
+    """Values that one action makes for a stage on another rank. `key` reads like `F0.3>1`: by F0.3, for stage 1."""
+
+    key: str
+    producer: Action | None  # None: after the last action
+    consumer: Action | None
+    source: int  # rank
+    target: int  # rank
+    names: tuple[str, ...]
+    layouts: tuple[TensorLayout, ...]
+
+
+@dataclass(frozen=True)
+class SharedGradient:
+    """A parameter whose gradient comes from several stages, or that several ranks hold.
+
+    Each contributing stage collects its own sum over the microbatches; at the end of the step every holder adds up
+    all of them in stage order, so that the gradient depends neither on the placement nor on the schedule.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    holders: tuple[int, ...]  # ranks
+    layout: TensorLayout
+
+
+def messages_of(stages: Sequence[Stage], schedule: Schedule) -> list[Message]:
+    """Every message of a step, each sender's in the order in which it sends them."""
+    placement = schedule.costs.placement
+    needs: dict[tuple[int, Kind, int], list[str]] = defaultdict(list)  # (source stage, phase, target stage) -> names
+    for stage in stages:
+        for name in dict.fromkeys(name for kind in (Kind.F, Kind.B, Kind.W) for name in stage.phases[kind].values):
+            source, kind = stage.origins[name]
+            if placement[source] != placement[stage.index]:
+                needs[source, kind, stage.index].append(name)
+    messages = []
+    for rank, order in enumerate(schedule.ranks):
+        for producer in (part for action in order for part in parts(action)):
+            for (source, kind, target), names in sorted(needs.items(), key=lambda item: item[0][2]):
+                if (source, kind) == (producer.stage, producer.kind):
+                    consumer_kind = Kind.F if kind is Kind.F and source < target else Kind.B
+                    examples = [stages[target].examples[name] for name in names]
+                    messages.append(
+                        Message(
+                            key=f"{producer}>{target}",
+                            producer=producer,
+                            consumer=Action(consumer_kind, target, producer.microbatch),
+                            source=rank,
+                            target=placement[target],
+                            names=tuple(names),
+                            layouts=tuple(layout_of(example) for example in examples),
+                        )
+                    )
+    return messages
+
+
+def layout_of(example: Tensor) -> TensorLayout:
+    return TensorLayout(tuple(example.shape), dense_stride(example), example.dtype)
+
+
+def parameter_holders(stages: Sequence[Stage], placement: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """The ranks that read each parameter or give it a gradient."""
+    holders: dict[str, set[int]] = defaultdict(set)
+    for stage in stages:
+        for name in (name for phase in stage.phases.values() for name in phase.parameters):
+            holders[name].add(placement[stage.index])
+    return {name: tuple(sorted(found)) for name, found in holders.items()}
+
+
+def buffer_holders(stages: Sequence[Stage], placement: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """The ranks that read or write each buffer."""
+    holders: dict[str, set[int]] = defaultdict(set)
+    for stage in stages:
+        for name in (name for phase in stage.phases.values() for name in phase.port_names(Role.BUFFER)):
+            holders[name].add(placement[stage.index])
+    return {name: tuple(sorted(found)) for name, found in holders.items()}
+
+
+def shared_gradients(stages: Sequence[Stage], placement: Sequence[int]) -> tuple[SharedGradient, ...]:
+    contributors: dict[str, set[int]] = defaultdict(set)
+    layouts: dict[str, TensorLayout] = {}
+    for stage in stages:
+        for phase in stage.phases.values():
+            layouts |= {name: layout_of(example) for name, example in phase.parameters.items()}
+            for name in phase.gradients:
+                contributors[name].add(stage.index)
+    holders = parameter_holders(stages, placement)
+    return tuple(
+        SharedGradient(name, tuple(sorted(found)), holders[name], layouts[name])
+        for name, found in contributors.items()
+        if len(found) > 1 or len(holders[name]) > 1
+    )
+
+
+def post_positions(
+    incoming: Sequence[Message],
+    order: Sequence[Action],
+    needed_at: Mapping[str, int],
+    not_before: Mapping[str, int],
+) -> dict[int, list[Message]]:
+    """Before which action each receive is posted: early enough for itself and for all that come after it on its
+    channel, whose messages arrive in the order of sending. `needed_at` stands in for the consumer's place in the order;
+    `not_before` is the first position allowed."""
+    places = {action: position for position, action in enumerate(order)}
+    channels: dict[int, list[Message]] = defaultdict(list)
+    for message in incoming:
+        channels[message.source].append(message)
+    posts: dict[int, list[Message]] = defaultdict(list)
+    for channel in channels.values():
+        earliest = len(order)
+        positions = []
+        for message in reversed(channel):
+            needed = needed_at.get(message.key)
+            if needed is None:
+                assert message.consumer is not None, "a message between actions"
+                needed = places[message.consumer]
+            earliest = min(earliest, max(0, needed - POST_AHEAD))
+            positions.append(max(earliest, not_before.get(message.key, 0)))
+        for message, position in zip(channel, reversed(positions), strict=True):
+            posts[position].append(message)
+    return posts
+
+
+def release_positions(outgoing: Sequence[Message], schedule: Schedule, rank: int) -> dict[int, list[Message]]:
+    """Before which action of the rank's unfused order each sent message is let go: the first that starts, in the
+    simulated timeline, once its consumer has started.
+
+    Waiting there for the send to end costs nothing if the plan holds, and cannot deadlock: what the consumer waits for
+    starts before it, and so before the action that waits. Messages for which no action is late enough are absent.
+    """
+    start_s = {part: span.start_s for spans in schedule.spans for span in spans for part in parts(span.action)}
+    order = [part for action in schedule.ranks[rank] for part in parts(action)]
+    starts = [start_s[action] for action in order]
+    positions = {action: position for position, action in enumerate(order)}
+    releases: dict[int, list[Message]] = defaultdict(list)
+    for message in outgoing:
+        assert message.producer is not None, "a message between actions"
+        assert message.consumer is not None, "a message between actions"
+        position = max(positions[message.producer] + 1, bisect_left(starts, start_s[message.consumer]))
+        if position < len(order):
+            releases[position].append(message)
+    return releases

@@ -1,0 +1,191 @@
+"""Checks and preparations before a pipeline runs: who takes part, that all hold one plan, where the tensors are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zbfx._torch import has_gradient_hooks
+from zbfx.comm.channels import Channels
+from zbfx.errors import InputError, ZbfxError, listed
+from zbfx.runtime.fingerprint import fingerprints
+from zbfx.runtime.runner import RankRunner
+from zbfx.trace.aliases import refuse_apart, separate
+from zbfx.trace.tracer import named_tensors
+
+if TYPE_CHECKING:
+    from zbfx.pipeline import Pipeline
+    from zbfx.runtime.engine import Engine
+
+
+def prepare(pipe: Pipeline, engine: Engine, holders: Mapping[str, Sequence[int]] | None = None) -> None:
+    """Check the tensors that these ranks use, and move them to the device. `holders` of each, where ranks are not one
+    process."""
+    used = {name for runner in engine.runners for name in runner.tensor_names}
+    named = named_tensors(pipe.model, pipe.loss_fn)
+    pipe.guard.check_layouts(named, used)
+    if holders is not None:
+        refuse_apart(named, holders, pipe.joint)
+    move_to(engine.runners, pipe.device)
+    separate(named, pipe.joint.replaced)
+
+
+def agree(channels: Channels, digest: Mapping[str, str], prepare: Callable[[], None]) -> None:
+    """Prepare this rank, and check that all hold one plan: `digest` has a hash of each part of it, by name. What one
+    rank refuses, every rank refuses."""
+    refusal = None
+    try:
+        prepare()
+    except ZbfxError as error:
+        refusal = str(error)
+    answers: list[Any] = channels.gather((dict(digest), refusal))
+    names = channels.place.names()
+    for name, (_, text) in zip(names, answers, strict=True):
+        if text is not None:
+            raise ZbfxError(f"{name}: {text}")
+    first = answers[0][0]
+    different = [index for index, (other, _) in enumerate(answers) if other != first]
+    if different:
+        who = f"ranks {different}" if len(channels.place.replicas) == 1 else "; ".join(names[k] for k in different)
+        parts = [part for part, own in first.items() if any(answers[k][0].get(part) != own for k in different)]
+        raise ZbfxError(
+            f"{who} hold another plan than {names[0]}; what differs: {listed(parts, 3)}. "
+            f"Compile with the same model, arguments and costs on every rank, and call init_process_group before "
+            f"compile: only then do ranks share measured costs and searched plans"
+        )
+
+
+def refuse_other_batches(channels: Channels, own: Mapping[str, object]) -> None:
+    """Check that the ranks of a pipeline were given the same batch: `own` are the hashes of its tensors. Collective
+    over the family, so that all refuse what one pipeline of it does."""
+    place = channels.place
+    everywhere: list[Any] = channels.gather(dict(own))
+    ranks = len(place.processes)
+    for replica in range(len(place.replicas)):
+        first, *others = everywhere[replica * ranks : (replica + 1) * ranks]
+        for rank, found in enumerate(others, 1):
+            different = [name for name in first if name in found and found[name] != first[name]]
+            if different:
+                raise InputError(
+                    f"{place.name_of(replica, rank)} was given other values of {listed(different)} than "
+                    f"{place.name_of(replica, 0)}: each rank reads a part of the batch, so all ranks of a pipeline "
+                    f"take the same one, in all bits. Shuffle with the same seed on each (no DistributedSampler over "
+                    f"the ranks), or broadcast the batch"
+                )
+
+
+def refuse_other_values(channels: Channels, named: Mapping[str, Tensor]) -> None:
+    """Check that parameters and buffers have the same bits in every replica. Collective over the family."""
+    own = [
+        name
+        for name, tensor in named.items()
+        for bits in [tensor.detach().contiguous().reshape(-1).view(torch.uint8)]
+        if not torch.equal(bits, channels.from_first_replica(bits))
+    ]
+    found = [
+        f"{name}: {', '.join(different[:3])}{', ...' * (len(different) > 3)}"
+        for name, different in zip(channels.place.names(), channels.gather(own), strict=True)
+        if different
+    ]
+    if found:
+        raise ZbfxError(
+            f"replicas start from the same parameters and buffers; found other values than in replica 0 in "
+            f"{'; '.join(found)}. Seed every process alike, or load the same checkpoint, before bind"
+        )
+
+
+def warn_of_other_values(channels: Channels, named: Mapping[str, Tensor], used: Collection[str]) -> None:
+    """Warn if two ranks of a pipeline have data for one tensor with different bits; `used` are those of this rank's
+    stages. Collective over the family, and all of it warns.
+
+    Costs each rank about half a second per GB of the model on a CPU core; a GPU reads its memory once. Tensors on the
+    meta device, and DTensors, which each rank has its own part of, are not compared; nor are those of other ranks'
+    stages that nothing has written since an earlier bind, while their ranks may have trained them.
+    """
+    kept = {
+        name: tensor
+        for name, tensor in named.items()
+        if not tensor.is_meta and tensor.layout is torch.strided and (name in used or not is_left_behind(tensor))
+    }
+    hashes = dict(zip(kept, fingerprints(kept.values()), strict=True))
+    for name, tensor in kept.items():
+        if name not in used and not tensor.is_inference():
+            tensor.zbfx_left_behind = tensor._version  # type: ignore[attr-defined]
+    everywhere: list[Any] = channels.gather(hashes)
+    place, different = channels.place, dict[str, str]()
+    ranks = len(place.processes)
+    for replica in range(len(place.replicas)):
+        first: dict[str, int] = {}
+        for rank, found in enumerate(everywhere[replica * ranks : (replica + 1) * ranks]):
+            for name in found:
+                other = first.setdefault(name, rank)
+                if found[name] != everywhere[replica * ranks + other][name]:
+                    who = f"{place.name_of(replica, other)} and {place.name_of(replica, rank)}"
+                    different.setdefault(name, f"{name} ({who})")
+    if different:
+        warnings.warn(
+            f"ranks of one pipeline have different values of {listed(different.values(), 3)}. Each stage starts from "
+            f"the values of the rank that runs it: if one rank alone has loaded a checkpoint, or each has a seed of "
+            f"its own, they make a model that no rank has. Seed every rank alike and load the checkpoint on every rank "
+            f"before bind; leave tensors of other ranks' stages on the meta device where that is meant",
+            stacklevel=4,
+        )
+
+
+def is_left_behind(tensor: Tensor) -> bool:
+    """Whether nothing has written into a tensor since a bind to a rank that does not use it."""
+    return not tensor.is_inference() and getattr(tensor, "zbfx_left_behind", None) == tensor._version
+
+
+def refuse_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Gradients are accumulated by the stages' graphs, not by autograd: hooks on them would never run."""
+    hooked = [name for name, parameter in parameters.items() if has_gradient_hooks(parameter)]
+    if hooked:
+        raise ZbfxError(
+            f"gradients accumulate into .grad inside the pipeline, where no hook runs; found hooks on the gradients of "
+            f"{listed(hooked)}. Remove them, and do their work after the step, on .grad"
+        )
+
+
+def refuse_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Gradients are added to `.grad` in place, as autograd does. Raises `InputError` where that would fail."""
+    for name, parameter in parameters.items():
+        gradient = parameter.grad
+        if gradient is not None and (kind := unwritable(gradient)):
+            raise InputError(
+                f"a step adds to .grad in place; found {kind} as the gradient of {name}. Set it to None "
+                f"(zero_grad()) or to a tensor of its own (.grad = torch.zeros_like(parameter).add_(gradient))"
+            )
+
+
+def unwritable(gradient: torch.Tensor) -> str:
+    """What keeps a tensor from being added to; "" if nothing does."""
+    if gradient.layout is not torch.strided:
+        return "a sparse tensor"
+    if gradient.is_inference() and not torch.is_inference_mode_enabled():
+        return "a tensor made in inference mode"
+    if not gradient.is_contiguous() and any(
+        stride == 0 and size > 1 for size, stride in zip(gradient.size(), gradient.stride(), strict=True)
+    ):
+        return "an expanded tensor, whose entries share memory,"
+    return ""
+
+
+def move_to(runners: Sequence[RankRunner], device: torch.device) -> None:
+    """Move the parameters, buffers and constants that these ranks use. Raises `ZbfxError` if one has no data."""
+    for runner in runners:
+        refuse_gradient_hooks(runner.parameters)
+        for name in sorted(runner.tensor_names):
+            tensor = runner.tensors.named[name]
+            if tensor.is_meta:
+                raise ZbfxError(
+                    f"{name} is on the meta device and has no data: fill the model first, for example "
+                    f"model.to_empty(device={str(device)!r}) followed by its initialisation or load_state_dict"
+                )
+            tensor.data = tensor.data.to(device)
+            if tensor.is_leaf and tensor.grad is not None:
+                tensor.grad = tensor.grad.to(device)

@@ -1,0 +1,165 @@
+"""A pipeline's programs on live tensors, for one shape of microbatch: what a step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from zbfx import rng
+from zbfx.comm import transports
+from zbfx.comm.channels import Channels
+from zbfx.program.codegen import Program
+from zbfx.program.reductions import RankReductions
+from zbfx.runtime.runner import RankRunner, Tensors, Wait
+from zbfx.trace.signature import on_device
+
+if TYPE_CHECKING:
+    from zbfx.pipeline import Pipeline
+
+T = TypeVar("T")
+
+
+@dataclass
+class Engine:
+    """The runners of the ranks in this process. `weight` is the gradient of the batch's loss by a microbatch's, and
+    `loss_gradient`, which every backward starts from, `scale()` times that: both are rewritten before each run.
+    `channels` lead to the other ranks and replicas, if any; `static` and `captured` belong to the backend; `runs`
+    counts."""
+
+    pipe: Pipeline
+    runners: Sequence[RankRunner]
+    weight: Tensor
+    loss_gradient: Tensor
+    channels: Channels | None = None
+    scale: Callable[[], float] = lambda: 1.0
+    static: Any = None
+    captured: Any = None
+    runs: int = 0
+
+    @classmethod
+    def of(cls, pipe: Pipeline, runners: Sequence[RankRunner], channels: Channels | None = None) -> Engine:
+        weight = torch.zeros((), dtype=pipe.reduction.dtype, device=pipe.device)
+        engine = cls(pipe, runners, weight, torch.zeros_like(weight), channels)
+        for runner in runners:
+            runner.combine = lambda *losses: engine.loss(losses)
+        return engine
+
+    @property
+    def batch_loss(self) -> Tensor:
+        """The loss of the last run's batch, which every rank's program ends with."""
+        loss = self.runners[0].loss
+        assert loss is not None, "the programs have run"
+        return loss
+
+    @property
+    def replica(self) -> int:
+        return self.channels.place.replica if self.channels else 0
+
+    @property
+    def replicas(self) -> int:
+        return len(self.channels.place.replicas) if self.channels else 1
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of these ranks under the model's names, in its order; with ZeRO-1 this replica's shards."""
+        if self.runners[0].shards is not None:
+            return self.runners[0].shards.parameters
+        found = {name for runner in self.runners for name in runner.parameters}
+        named = self.runners[0].tensors.named
+        return {name: t for name, t in named.items() if name in found and isinstance(t, nn.Parameter)}
+
+    def weigh(self, rows: Sequence[Sequence[Tensor]]) -> None:
+        """Set the gradient that each backward starts from."""
+        names = [spec.name for spec in self.pipe.signature.tensors]
+        named = [dict(zip(names, row, strict=True)) for row in rows]
+        tokens = self.pipe.reduction.tokens(named)
+        if tokens is not None and self.channels and self.replicas > 1:
+            tokens = on_device(tokens, self.pipe.device)
+            self.channels.sum_over_replicas(tokens).wait()
+        self.pipe.reduction.weigh(self.weight, tokens, self.replicas)
+        self.rescale()
+
+    def rescale(self) -> None:
+        self.loss_gradient.copy_(self.weight * self.scale())
+
+    def loss(self, losses: Sequence[Tensor]) -> Tensor:
+        """The loss of the batch over all replicas, from those of this one's microbatches: on the rank that has them."""
+        if self.channels and self.replicas > 1:
+            losses = self.channels.from_replicas(torch.stack(list(losses))).flatten().unbind()
+        return self.pipe.reduction.combine(losses, self.weight)
+
+    def inputs(self, rows: Sequence[Sequence[Tensor]], runner: RankRunner, seed: int) -> list[transports.Microbatch]:
+        """The microbatches with the tensors that a rank reads, on its device, with the strides of the trace."""
+        specs, device, names = self.pipe.signature.tensors, self.pipe.device, runner.input_names
+        first = self.replica * len(rows)  # random numbers are those of one process with the batches of all replicas
+        return [
+            transports.Microbatch(
+                {
+                    s.name: transports.laid_out(on_device(t, device), s)
+                    for s, t in zip(specs, row, strict=True)
+                    if s.name in names
+                },
+                rng.mix(seed, first + index),
+            )
+            for index, row in enumerate(rows)
+        ]
+
+    def run(self, rows: Sequence[Sequence[Tensor]], seed: int, step: int) -> tuple[Tensor, ...]:
+        """Run all programs; returns the losses of the microbatches if a rank of this process computes them."""
+        runs = [runner.run(self.inputs(rows, runner, seed), step) for runner in self.runners]
+        return next((losses for losses in take_turns(runs) if losses), ())
+
+
+def take_turns(runs: Sequence[Generator[Wait, None, T]]) -> list[T]:
+    """Run each generator until it waits, in turn, until all have ended."""
+    results: dict[int, T] = {}
+    waits: dict[int, Wait] = {}
+    while len(results) < len(runs):
+        before = (len(results), dict(waits))
+        for index, run in enumerate(runs):
+            if index not in results:
+                try:
+                    waits[index] = next(run)
+                except StopIteration as end:
+                    results[index] = end.value
+                    waits.pop(index, None)
+        waiting = ", ".join(f"{index} waits for {wait.key}" for index, wait in sorted(waits.items()))
+        assert before != (len(results), waits), f"programs deadlock: {waiting}"
+    return [results[index] for index in range(len(runs))]
+
+
+def local_engine(pipe: Pipeline, tensors: Tensors, mailbox: transports.Mailbox) -> Engine:
+    """All ranks in this process."""
+    return Engine.of(pipe, local_runners(pipe, pipe.programs, tensors, mailbox))
+
+
+def local_runners(
+    pipe: Pipeline, programs: Sequence[Program], tensors: Tensors, mailbox: transports.Mailbox
+) -> list[RankRunner]:
+    """Runners of all ranks in this process: the first holder of a shared gradient adds it up."""
+    runners = []
+    for program in programs:
+        adds = {gradient.name for gradient in pipe.shared_gradients if gradient.holders[0] == program.rank}
+        transport = transports.LocalTransport(f"rank {program.rank}", program.messages, mailbox)
+        runners.append(RankRunner(program, tensors, transport, adds))
+    return runners
+
+
+def rank_engine(pipe: Pipeline, tensors: Tensors, channels: Channels) -> Engine:
+    """One rank, whose messages go over `channels` (opened by whoever calls this on every rank)."""
+    program = pipe.programs[channels.place.rank]
+    reductions = pipe.reductions[program.rank] if pipe.reductions else RankReductions(())
+    sharded = {bucket.key for bucket in reductions.shards if not bucket.shared}
+    transport = transports.GroupTransport(program.messages, channels, sharded=sharded)
+    adds = {gradient.name for gradient in pipe.shared_gradients}
+    return Engine.of(pipe, [RankRunner(program, tensors, transport, adds)], channels)
+
+
+def message_pairs(pipe: Pipeline) -> set[tuple[int, int]]:
+    """The (source, target) ranks between which anything travels."""
+    messages: list[Mapping[str, Any]] = [program.messages for program in pipe.programs]
+    return {(message.source, message.target) for found in messages for message in found.values()}

@@ -1,0 +1,165 @@
+"""A rank's program run once without other ranks: all that it calls, on what a step calls it on, in the memory that a
+step needs. What other ranks would send is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zbfx._torch import TorchDispatchMode
+from zbfx.comm import transports
+from zbfx.costs.made_up import REFUSALS, has_checks, made_up, made_up_values, positive_values
+from zbfx.graphs import Stage
+from zbfx.program.boxed import Boxed
+from zbfx.program.calls import PhaseCall
+from zbfx.program.messages import Message
+from zbfx.runtime.runner import RankRunner
+
+
+def rehearse(
+    runner: RankRunner,
+    stages: Sequence[Stage],
+    microbatches: Sequence[transports.Microbatch],
+    step: int,
+    device: torch.device,
+) -> None:
+    """Run the program on these microbatches, but for its look at an optimizer step. Writes gradients and buffers as a
+    step does."""
+    positive = {name for call in runner.calls for name in positive_values(call.phase)}
+    transport = Rehearsal(runner.transport, runner.program.messages, positive, device)
+    watched: list[Any] | None = None if runner.watched is None else []
+    first, end = runner.program.verdict
+    with ExitStack() as stack:
+        stack.enter_context(swapped(runner, transport=transport, recorder=None, watched=watched))
+        for call in runner.calls:
+            stack.enter_context(swapped(call, run=attempted(call, stages[call.phase.stage], positive, device)))
+        environment = runner.given(microbatches)
+        for positions in (range(first), range(end, len(runner.nodes))):
+            for wait in runner.execute(positions, environment, step):
+                raise AssertionError(f"nothing to wait for; found {wait}")
+
+
+@contextmanager
+def swapped(target: Any, **values: Any) -> Iterator[None]:
+    """Give attributes other values for a while."""
+    before = {name: getattr(target, name) for name in values}
+    for name, value in values.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(target, name, value)
+
+
+def attempted(call: PhaseCall, stage: Stage, positive: Collection[str], device: torch.device) -> Boxed:
+    """What the call runs, without checks of values; where made-up values make it raise, its results are made up. What
+    it has not come to is loaded by a step then."""
+    run, instead = call.run, results_of(call, stage, positive, device)
+    checks = has_checks(call.phase)
+
+    def attempt(box: list[Any]) -> Any:
+        try:
+            with Unchecked() if checks else nullcontext():
+                return run(box)
+        except torch.OutOfMemoryError:
+            raise
+        except REFUSALS:
+            return instead()
+
+    return attempt
+
+
+class Unchecked(TorchDispatchMode):
+    """Meanwhile operators that only check values, as torch.linalg does, let all pass. So one function, compiled with
+    its checks, serves here and in steps."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func._schema.returns and not func._schema.is_mutable:
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+def results_of(
+    call: PhaseCall, stage: Stage, positive: Collection[str], device: torch.device
+) -> Callable[[], list[Any]]:
+    """Makes up what a phase returns: its results and the loss."""
+
+    def make() -> list[Any]:
+        names = call.phase.results
+        made = made_up_values(stage, names, positive, device)
+        (returned,) = call.phase.module.graph.output_node().args
+        losses = [made_up(node.meta["val"], device) for node in returned[len(names) :]]  # type: ignore[index,union-attr]
+        return [*(made[name] for name in names), *losses]
+
+    return make
+
+
+@dataclass
+class Rehearsal:
+    """A transport without other ranks: what is received is made up, and holds memory as soon as it is posted; what is
+    sent holds it until it is released. Sums over replicas are made, of gradients that nobody reads."""
+
+    real: transports.Transport
+    messages: Mapping[str, Message]
+    positive: Collection[str]
+    device: torch.device
+    name: str = "rehearsal"
+    posted: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    sent: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+
+    def post(self, key: str) -> None:
+        message = self.messages[key]
+        self.posted[key] = tuple(
+            torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=self.device).fill_(
+                0.02 if layout.dtype.is_floating_point else int(name in self.positive)
+            )
+            for name, layout in zip(message.names, message.layouts, strict=True)
+        )
+
+    def posted_once(self, key: str) -> None:
+        """For corrections of optimizer steps."""
+        raise AssertionError("nothing to correct")
+
+    def ready(self, key: str) -> bool:
+        return True
+
+    def receive(self, key: str) -> tuple[Tensor, ...]:
+        return self.posted.pop(key)
+
+    def send(self, key: str, values: tuple[Tensor, ...]) -> None:
+        layouts = self.messages[key].layouts
+        self.sent[key] = tuple(
+            transports.laid_out(value, layout) for value, layout in zip(values, layouts, strict=True)
+        )
+
+    def release(self, key: str) -> None:
+        del self.sent[key]
+
+    def reduce(self, key: str, gradients: Tensor) -> None:
+        self.real.reduce(key, gradients)
+
+    def reduced(self, key: str) -> None:
+        self.real.reduced(key)
+
+    def gather(self, key: str, parameters: Tensor) -> None:
+        self.real.gather(key, parameters)
+
+    def gathered(self, key: str) -> None:
+        self.real.gathered(key)
+
+    def finish(self) -> None:
+        self.sent.clear()
+
+    def drop(self) -> None:
+        self.posted.clear()
+        self.sent.clear()
+
+    def join(self) -> set[str]:
+        """For captured graphs."""
+        raise AssertionError("what is captured has been rehearsed")

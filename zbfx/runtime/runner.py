@@ -1,0 +1,378 @@
+"""Programs and a batch -> loss and gradients.
+
+One executor runs a rank's program, node by node, whether the other ranks are processes or live in this one: it is a
+generator that yields where a message has not arrived yet, or what it sent has not. Gradients accumulate into `.grad`.
+Where an optimizer step waits for its verdict, the program's prefix runs first, and again if the verdict says that its
+weights were wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+
+from zbfx.comm import transports
+from zbfx.errors import PipelineFault
+from zbfx.graphs import Joint, Role
+from zbfx.plan import Action, Kind
+from zbfx.program.calls import AddToGradient, Gradient, GradientBucket, ParameterBucket, PartialSum, PhaseCall
+from zbfx.program.codegen import Program
+from zbfx.program.relays import Bound
+from zbfx.program.streams import Beside, second_stream, stream_of
+from zbfx.runtime.flat import FlatGradients, Shards
+from zbfx.runtime.timeline import Recorder
+
+
+class Wait(NamedTuple):
+    """What a rank waits for: a message that it receives, or one that it sent; `number` counts its waits."""
+
+    number: int
+    key: str
+
+
+Run = Generator[Wait, None, tuple[Tensor, ...]]
+Environment = dict[fx.Node, Any]
+
+
+class Pending(Protocol):
+    """An optimizer step that waits for its verdict."""
+
+    stream: torch.cuda.Stream | None  # where the verdict travels, beside the forwards; None: where they run
+
+    def own_verdict(self) -> Tensor:
+        """The verdict, on the rank that knows it first."""
+
+    def judge(self, verdict: Tensor) -> None:
+        """Read the verdict."""
+
+    @property
+    def is_refuted(self) -> bool:
+        """Whether any rank stepped early and was wrong: then forwards ran on wrong weights."""
+
+    def correct(self) -> None:
+        """Put right what was wrong, once in this process."""
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The live tensors behind the names of a graph: parameters and buffers by canonical name, and the constants."""
+
+    named: Mapping[str, Tensor]
+    constants: Mapping[str, Tensor]
+
+    def of(self, joint: Joint) -> Tensors:
+        """For another graph of the same model, which has constants of its own."""
+        return Tensors(self.named, joint.constants)
+
+
+class RankRunner:
+    """Runs the program of one rank on live tensors."""
+
+    def __init__(
+        self, program: Program, tensors: Tensors, transport: transports.Transport, adds: Collection[str]
+    ) -> None:
+        """`adds`: the shared parameters whose gradients this rank adds up (ranks of one process share the tensors)."""
+        self.program, self.tensors, self.transport, self.adds = program, tensors, transport, adds
+        modules = list(program.module.modules())
+        self.calls = [m for m in modules if isinstance(m, PhaseCall)]
+        self.sums = [m for m in modules if isinstance(m, PartialSum)]
+        self.additions = [m for m in modules if isinstance(m, AddToGradient)]
+        self.totals = [m for m in modules if isinstance(m, Gradient)]
+        self.buckets = [m for m in modules if type(m) is GradientBucket]
+        self.collected = [m for m in modules if isinstance(m, ParameterBucket)]
+        self.flat: FlatGradients | None = None  # where gradients are summed over replicas
+        self.shards: Shards | None = None  # of parameters (ZeRO-1)
+        self.besides = [m for m in modules if isinstance(m, Beside)]
+        self.nodes = list(program.module.graph.nodes)
+        self.dying = dying_values(self.nodes)
+        self.recorder: Recorder | None = None
+        self.keep_gradients = False  # accumulate into the same memory in every step, whatever becomes of `.grad`
+        self.kept: dict[str, Tensor] = {}
+        self.waits = 0
+        self.pending: Pending | None = None
+        self.combine: Callable[..., Tensor] | None = None  # the losses of the microbatches to that of the batch
+        self.loss: Tensor | None = None  # of the batch
+        self.watched: list[tuple[Action, Tensor]] | None = None  # the largest absolute value that each action made
+
+    def continue_from(self, other: RankRunner) -> None:
+        """Run the phases as another runner of the same rank does, and into the same gradients."""
+        runs = {call.phase.name: call.run for call in other.calls}
+        for call in self.calls:
+            call.run = runs[call.phase.name]
+        self.keep_gradients, self.kept = other.keep_gradients, other.kept
+        self.flat, self.shards = other.flat, other.shards
+
+    def bound(self, name: str) -> Bound:
+        """The node's module that runs a function bound at run time."""
+        module = self.program.module.get_submodule(name)
+        assert isinstance(module, Bound)
+        return module
+
+    @property
+    def rank(self) -> int:
+        return self.program.rank
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that this rank's stages read or give gradients to, under the model's names, in its order."""
+        found = {name for call in self.calls for name in call.phase.parameters}
+        return {name: t for name, t in self.tensors.named.items() if name in found and isinstance(t, nn.Parameter)}
+
+    @property
+    def tensor_names(self) -> set[str]:
+        """The parameters and buffers that this rank's stages use."""
+        ports = {
+            port.name for call in self.calls for port in call.phase.ports if port.role in (Role.PARAMETER, Role.BUFFER)
+        }
+        return ports | set(self.parameters)
+
+    @property
+    def input_names(self) -> set[str]:
+        """The tensors of the microbatch that this rank's stages read."""
+        return {name for call in self.calls for name in call.phase.port_names(Role.INPUT)}
+
+    def start(self, loss_gradient: Tensor) -> None:
+        """Bind every phase to the tensors of this step; gradients start from `.grad`, or from zero."""
+        if self.besides and loss_gradient.is_cuda and self.besides[0].stream is None:
+            for beside in self.besides:
+                beside.stream = second_stream(loss_gradient.device)
+        if self.program.chain.after is None:
+            self.bound("loss").run = self.combine  # anew in each step: several runners may share a program
+        for module in self.collected:
+            assert self.shards is not None, "made as the pipeline was bound"
+            module.tensor = self.shards.flat[module.bucket.key]
+        for call in self.calls:
+            call.ports = [self.port_tensor(port.role, port.name, loss_gradient) for port in call.phase.ports]
+        if self.pending is None:  # else the gradients of the last step are needed until its verdict
+            self.bind_gradients()
+
+    def bind_gradients(self) -> None:
+        """Bind the phases to the gradients that they add to."""
+        partial_sums = self.start_gradients()
+        shared = {name for name, _ in partial_sums}
+        for call in self.calls:
+            stage = call.phase.stage
+            call.accumulators = [
+                partial_sums[name, stage] if name in shared else self.gradient(name) for name in call.phase.gradients
+            ]
+
+    def start_gradients(self) -> dict[tuple[str, int], Tensor]:
+        """Zero the stages' sums of shared gradients, and make `.grad` of all others what the step adds to."""
+        for module in self.sums:
+            if module.tensor is None:
+                module.tensor = torch.empty_like(self.tensors.named[module.name], requires_grad=False)
+            module.tensor.zero_()
+        if self.program.buckets:
+            self.flatten_gradients().start()
+        shared = {module.name for module in (*self.additions, *self.sums)}
+        for total in self.totals:
+            total.tensor = self.gradient(total.name)
+        for addition in self.additions:
+            addition.tensor = self.gradient(addition.name) if addition.name in self.adds else None
+        for call in self.calls:
+            for name in call.phase.gradients:
+                if name not in shared:
+                    self.gradient(name)
+        return {(module.name, module.stage): module.tensor for module in self.sums if module.tensor is not None}
+
+    def flatten_gradients(self) -> FlatGradients:
+        if self.flat is None:
+            # Ranks of one process share the tensors: one of them holds a shared gradient.
+            own = [b for b in self.program.buckets if not b.shared or b.key in self.adds]
+            self.flat = FlatGradients(own, self.tensors.named, self.shards)
+        for module in self.buckets:
+            module.tensor = self.flat.flat[module.bucket.key]
+        return self.flat
+
+    def finish_gradients(self) -> None:
+        """After the program: `.grad` is what it was before the step and the step's sum over the replicas."""
+        if self.flat is not None and self.program.buckets:
+            self.flat.finish()
+
+    def port_tensor(self, role: Role, name: str, loss_gradient: Tensor) -> Tensor | str:
+        if role is Role.INPUT:
+            return name
+        if role is Role.LOSS_GRADIENT:
+            return loss_gradient
+        return (self.tensors.constants if role is Role.CONSTANT else self.tensors.named)[name].detach()
+
+    def gradient(self, name: str) -> Tensor:
+        """The tensor that a parameter's gradient is added to: its `.grad`, from zero if it has none."""
+        parameter = self.tensors.named[name]
+        if self.flat is not None and name in self.flat.views:
+            return self.flat.views[name]
+        if self.keep_gradients:
+            kept = self.kept.get(name)
+            if kept is None:
+                kept = self.kept[name] = torch.empty_like(parameter, requires_grad=False)
+            if parameter.grad is None:
+                kept.zero_()
+            elif parameter.grad is not kept:
+                kept.copy_(parameter.grad)
+            parameter.grad = kept
+        elif parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        return parameter.grad
+
+    def run(self, microbatches: Sequence[transports.Microbatch], step: int) -> Run:
+        """Execute the program; yields while a message has not arrived.
+
+        Returns the losses of the microbatches, in order, on the rank that computes them.
+        """
+        given = self.given(microbatches)
+        environment = dict(given)
+        buffers = self.written_early() if self.pending else {}
+        notes: list[list[Any]] = [self.recorder.marks] if self.recorder else []
+        notes += [] if self.watched is None else [self.watched]
+        noted_before = [len(noted) for noted in notes]
+        yield from self.warm_up(environment, step)
+        wrong = False
+        if self.pending is not None:
+            wrong = yield from self.settle(step, warmed_up=True)
+            self.bind_gradients()
+        if wrong:
+            for noted, count in zip(notes, noted_before, strict=True):
+                del noted[count:]
+            restore(buffers)
+            environment = given
+            yield from self.warm_up(environment, step)
+        return (yield from self.complete(environment, step))
+
+    def given(self, microbatches: Sequence[transports.Microbatch]) -> Environment:
+        """The values of the program's placeholders."""
+        return dict(zip(self.nodes, (self.transport, *microbatches), strict=False))
+
+    def warm_up(self, environment: Environment, step: int) -> Generator[Wait, None, None]:
+        """Run the prefix: what may run before the verdict on an optimizer step; nothing in programs without one."""
+        return self.execute(range(self.program.verdict[0]), environment, step)
+
+    def complete(self, environment: Environment, step: int) -> Run:
+        """Run everything after the prefix."""
+        yield from self.execute(range(self.program.verdict[1], len(self.nodes)), environment, step)
+        yield from self.finish()
+        results: tuple[Tensor, ...] = fx.map_arg(self.nodes[-1].args[0], environment.__getitem__)
+        if self.program.chain.after is None:
+            self.bound("loss").run = None  # the program lives longer than what runs it
+        *losses, self.loss = results
+        return tuple(losses)
+
+    def settle(self, step: int, *, warmed_up: bool, received: Collection[str] = ()) -> Generator[Wait, None, bool]:
+        """Get the verdict on the pending optimizer step and correct it; whether forwards ran on wrong weights. After
+        the prefix (`warmed_up`), what it sent is dropped then, unless `received` already: at once, for the devices of
+        other ranks wait until it is, and to correct a step may take loading code, or talking to them."""
+        pending = self.pending
+        assert pending is not None, "an optimizer step waits"
+        self.bound("judge").run = pending.judge
+        if self.program.chain.after is None:
+            self.bound("own_verdict").run = pending.own_verdict
+        environment: Environment = {self.nodes[0]: self.transport}
+        with on_stream(pending.stream):
+            yield from self.execute(range(*self.program.verdict), environment, step)
+        self.pending = None
+        if warmed_up and pending.is_refuted:
+            yield from self.drop_early(received)
+        pending.correct()
+        return pending.is_refuted
+
+    def written_early(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The buffers that forwards write, and copies of them."""
+        names = {name for call in self.calls if call.phase.kind is Kind.F for name in call.phase.updates}
+        return {name: (self.tensors.named[name], self.tensors.named[name].clone()) for name in names}
+
+    def drop_early(self, received: Collection[str]) -> Generator[Wait, None, None]:
+        """Receive and drop what other ranks' prefixes sent that this one's did not read, unless `received` already."""
+        for message in self.program.chain.dropped:
+            if message.key in received:
+                continue
+            self.transport.posted_once(message.key)
+            yield from self.wait_for(message.key)
+            self.transport.receive(message.key)
+        yield from self.finish()
+
+    def finish(self) -> Generator[Wait, None, None]:
+        """Wait until all that was sent has arrived."""
+        for key in list(self.transport.sent):
+            yield from self.wait_for(key)
+        self.transport.finish()
+
+    def wait_for(self, key: str) -> Generator[Wait, None, None]:
+        self.waits += 1
+        while not self.transport.ready(key):
+            yield Wait(self.waits, key)
+
+    def execute(self, positions: range, environment: Environment, step: int) -> Generator[Wait, None, None]:
+        """Run the nodes at these positions."""
+        for index in positions:
+            node = self.nodes[index]
+            if node.op in ("placeholder", "output"):
+                continue
+            if node.target in (transports.receive, transports.release):
+                yield from self.wait_for(str(node.args[1]))
+            dying = self.dying[index]
+            if node.op == "call_module":
+                box = [environment[source] for source in node.args]
+                for dead in dying:
+                    environment.pop(dead, None)  # the call owns what dies with it
+                environment[node] = self.call(node, box, step)
+            else:
+                args: Any = fx.map_arg(node.args, environment.__getitem__)
+                target: Any = node.target
+                environment[node] = target(*args)
+                del args
+            for dead in dying:
+                environment.pop(dead, None)
+
+    def call(self, node: fx.Node, box: list[Any], step: int) -> Any:
+        recorder, action = self.recorder, node.meta.get("action")
+        try:
+            module = self.program.module.get_submodule(str(node.target))
+            with stream_of(module):
+                start = recorder.mark() if recorder and action else None
+                result = module.take(box) if isinstance(module, PhaseCall) else module(*box)
+                if recorder and action:
+                    recorder.marks.append((action, start, recorder.mark()))
+                    if isinstance(module, Beside):
+                        result = module.end()  # with the mark: a capture joins all that its streams have to do
+            if self.watched is not None and isinstance(module, PhaseCall):
+                self.watch(node, result)
+            return result
+        except Exception as error:
+            if action is None:
+                raise
+            raise PipelineFault(
+                f"{self.transport.name}, step {step}, action {action} (stage {action.stage}, microbatch "
+                f"{action.microbatch}): {type(error).__name__}: {error}"
+            ) from error
+
+    def watch(self, node: fx.Node, results: tuple[Any, ...]) -> None:
+        """Keep the largest absolute value of what an action made for others: it tells where a NaN began."""
+        assert self.watched is not None, "asked for"
+        for value in results:
+            if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+                dtype = torch.promote_types(value.dtype, torch.float32)
+                largest = torch.linalg.vector_norm(value, torch.inf, dtype=dtype)
+                self.watched.append((node.meta["action"], largest))
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def restore(buffers: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    for live, before in buffers.values():
+        live.copy_(before)
+
+
+def dying_values(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """For each node, the values that nothing after it reads."""
+    last_use = {source: index for index, node in enumerate(nodes) for source in (node, *node.all_input_nodes)}
+    dying: list[list[fx.Node]] = [[] for _ in nodes]
+    for node, index in last_use.items():
+        if node.op != "output":
+            dying[index].append(node)
+    return dying

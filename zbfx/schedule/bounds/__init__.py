@@ -1,0 +1,1 @@
+"""Costs -> iteration times that no schedule goes below."""

@@ -1,0 +1,62 @@
+"""The strongest proven lower bound for given costs, placement and limit, raised as far as time allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import ceil
+from time import perf_counter
+
+from zbfx.plan import CostTable, Number
+from zbfx.schedule.bounds.chain import chain, split_only
+from zbfx.schedule.bounds.load import head_tail_bound, occupancy_bound, one_rank_bound, stream_bound, work_bound
+from zbfx.schedule.bounds.propagation import Propagation, Windows, propagation_bound
+from zbfx.schedule.timing.exact import instance
+
+
+class Certificate:
+    """Lower bounds in seconds, as exact fractions. `warm_up`: per stage fewest and most Fs before its first B."""
+
+    def __init__(self, costs: CostTable, microbatches: int, limits: Sequence[Number] | None) -> None:
+        problem = instance(split_only(costs), microbatches)
+        units = problem.units(limits)
+        self.ticks_per_s = problem.ticks_per_s
+        self.pipe = chain(problem, units)
+        self.warm_up: tuple[tuple[int, int], ...] | None = None
+        self.arguments = {
+            "work": work_bound(problem),
+            "one rank": one_rank_bound(problem, units),
+            "occupancy": occupancy_bound(problem, units),
+        }
+        if self.pipe is not None:
+            head_tail = head_tail_bound(self.pipe)
+            self.warm_up = head_tail.warm_up
+            self.arguments |= {"head and tail": head_tail.cost, "stream": stream_bound(self.pipe)}
+        self._states: Propagation | None = None
+
+    @property
+    def ticks(self) -> int:
+        return max(self.arguments.values())
+
+    @property
+    def seconds(self) -> Fraction:
+        return Fraction(self.ticks, self.ticks_per_s)
+
+    @property
+    def argument(self) -> str:
+        """Which bound is the strongest."""
+        return max(self.arguments, key=lambda name: self.arguments[name])
+
+    def raise_towards(self, cost_s: Fraction, deadline_s: float) -> None:
+        """Propagate windows below the cost of a known schedule; `deadline_s` is a reading of perf_counter."""
+        cost = ceil(cost_s * self.ticks_per_s)
+        if self.pipe is None or cost <= self.ticks or perf_counter() > deadline_s:
+            return
+        if self._states is None:
+            self._states = Propagation.of(self.pipe, cost)
+        if self._states is not None:
+            self.arguments["propagation"] = propagation_bound(self._states, self.ticks, cost, deadline_s)
+
+    def windows(self, cost_s: Fraction, deadline_s: float) -> Windows | None:
+        """Times that the actions of a schedule of this cost can have, where known."""
+        return None if self._states is None else self._states.windows(int(cost_s * self.ticks_per_s), deadline_s)

@@ -1,0 +1,107 @@
+"""The plain pipeline as arrays: one stage per rank, each feeding the next. Most lower bounds reason about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from zbfx.plan import CostTable, StageCost
+from zbfx.schedule.timing.exact import BW, B, F, Instance, W, exact
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Ticks and memory units per stage, counted from 0; `there[i]` and `back[i]` lie between stages i and i + 1."""
+
+    microbatches: int
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    weight: tuple[int, ...]
+    there: tuple[int, ...]
+    back: tuple[int, ...]
+    saved: tuple[int, ...]  # M_B
+    weight_saved: tuple[int, ...]  # M_W
+    limits: tuple[int, ...] | None  # units for activations, per stage
+
+    @property
+    def stages(self) -> range:
+        return range(len(self.forward))
+
+    def work(self, stage: int) -> int:
+        return self.microbatches * (self.forward[stage] + self.backward[stage] + self.weight[stage])
+
+    def round_trip(self, stage: int) -> int:
+        """From F on `stage` to the next stage's F and B and back, less the time from that F to that B."""
+        return self.forward[stage] + self.backward[stage + 1] + self.there[stage] + self.back[stage]
+
+    def most_in_flight(self, stage: int) -> int:
+        """How many M_B fit at once: floor(M / M_B), at most m."""
+        if self.limits is None or self.saved[stage] == 0:
+            return self.microbatches
+        return min(self.microbatches, self.limits[stage] // self.saved[stage])
+
+    def most_pending(self, stage: int, in_flight: int = 0) -> int:
+        """How many M_W fit beside `in_flight` M_B, at most the other microbatches."""
+        others = self.microbatches - in_flight
+        if self.limits is None or self.weight_saved[stage] == 0:
+            return others
+        return min(others, (self.limits[stage] - in_flight * self.saved[stage]) // self.weight_saved[stage])
+
+    def first_start(self, stage: int) -> int:
+        """When `stage` begins F0: the same in every schedule, for nothing can precede it on its rank."""
+        return sum(self.forward[:stage]) + sum(self.there[:stage])
+
+
+def chain(problem: Instance, limits: Sequence[int] | None) -> Chain | None:
+    """The problem as a Chain, or None if it is not one. Edges that skip stages are left out, which relaxes it."""
+    count, m, ticks = problem.stage_count, problem.microbatches, problem.ticks
+    there, back = [], []
+    for stage in range(count - 1):
+        forward = [lag for source, lag in problem.sources[stage + 1] if source == stage]
+        backward = [lag for source, lag in problem.sources[B * count + stage] if source == B * count + stage + 1]
+        if not forward or not backward:
+            return None
+        there.append(max(forward))
+        back.append(max(backward))
+    if problem.placement != tuple(range(count)):
+        return None
+
+    def column(kind: int) -> tuple[int, ...]:
+        return ticks[kind * count : (kind + 1) * count]
+
+    return Chain(
+        microbatches=m,
+        forward=column(F),
+        backward=column(B),
+        weight=column(W),
+        there=tuple(there),
+        back=tuple(back),
+        saved=problem.grows[:count],
+        weight_saved=tuple(-size for size in problem.grows[W * count : BW * count]),
+        limits=None if limits is None else tuple(limits),
+    )
+
+
+def split_only(costs: CostTable) -> CostTable:
+    """Costs under which no fused backward beats B and W apart, and no schedule costs more than under `costs`.
+
+    Let B' take min(T_B, T_BW), W' the rest of min(T_B + T_W, T_BW), and hold min(M_B, M_W) in between. Replace every BW
+    by B' and W' back to back: as long at most, the gradient earlier, memory no higher. Every B and W become no longer
+    and hold no more. So a lower bound for the result is one for `costs`.
+    """
+
+    def relaxed(stage: StageCost) -> StageCost:
+        apart = exact(stage.backward_input_s) + exact(stage.backward_weight_s)
+        fused = apart if stage.backward_s is None else exact(stage.backward_s)
+        backward = min(exact(stage.backward_input_s), fused)
+        return replace(
+            stage,
+            backward_input_s=backward,
+            backward_weight_s=min(apart, fused) - backward,
+            weight_saved_bytes=min(stage.weight_saved_bytes, stage.saved_bytes),
+            backward_s=None,
+        )
+
+    if all(s.backward_s is None and s.weight_saved_bytes <= s.saved_bytes for s in costs.stages):
+        return costs
+    return replace(costs, stages=tuple(map(relaxed, costs.stages)))

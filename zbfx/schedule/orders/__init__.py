@@ -1,0 +1,1 @@
+"""Schedules by hand: generators of orders from the literature, by name."""

@@ -1,0 +1,73 @@
+"""Schedules by name. A generator takes (costs, microbatches) and returns one order of actions per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from zbfx.errors import ZbfxError
+from zbfx.plan import CostTable
+from zbfx.schedule.orders.handmade import Ranks, gpipe, one_f_one_b, require_linear, zb_h1, zb_h2
+from zbfx.schedule.orders.interleaved import interleaved_1f1b
+from zbfx.schedule.orders.vshape import require_v, v_half, v_min, zb_v
+
+Generator = Callable[[CostTable, int], Ranks]
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A schedule that is searched for under a limit of its own.
+
+    `require_placement` refuses placements that it does not mean;
+    `program_share`: the part of the time that integer programs get where the search does not meet its bound.
+    """
+
+    mem_limit: str | None
+    require_placement: Callable[[str, CostTable], None]
+    program_share: float = 0.5
+
+
+def any_placement(name: str, costs: CostTable) -> None:
+    """Accept everything."""
+
+
+GENERATORS: dict[str, Generator] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "interleaved-1f1b": interleaved_1f1b,
+    "zb-v-order": zb_v,
+    "v-half": v_half,
+    "v-min": v_min,
+}
+
+SEARCHED: dict[str, Searched] = {
+    "zb-1p": Searched("1x", require_linear),
+    "zb-2p": Searched("2x", require_linear),
+    "zb-v": Searched("1x", require_v),
+    "ilp": Searched(None, any_placement, program_share=0.9),
+    "auto": Searched(None, any_placement),
+}
+
+
+def names() -> tuple[str, ...]:
+    """Every schedule that can be asked for by name."""
+    return (*GENERATORS, *SEARCHED)
+
+
+def register(name: str) -> Callable[[Generator], Generator]:
+    """`@register("mine")` makes a generator `schedule="mine"`, also for `auto`; a name already taken is replaced."""
+
+    def add(generator: Generator) -> Generator:
+        if name in SEARCHED:
+            raise ZbfxError(f"{name!r} is a searched schedule and cannot be replaced; register another name")
+        GENERATORS[name] = generator
+        return generator
+
+    return add
+
+
+def is_searched(request: object) -> bool:
+    """Whether a request for a schedule leaves the order to the search."""
+    return isinstance(request, str) and request in SEARCHED

@@ -1,0 +1,124 @@
+"""Schedules for the V placement: two stages per rank, down the ranks and back up (section 6)."""
+
+from __future__ import annotations
+
+from zbfx.errors import ZbfxError
+from zbfx.plan import Action, CostTable, Kind
+from zbfx.schedule.orders.handmade import Ranks, place
+
+KIND_ORDER = (Kind.B, Kind.F, Kind.W)  # which goes first where a block meets another at the same time
+
+
+def v_placement(ranks: int) -> tuple[int, ...]:
+    """Stages 0 to p - 1 down the ranks, p to 2p - 1 back up: a microbatch's forward ends on rank 0, where it began."""
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+def require_v(name: str, costs: CostTable) -> None:
+    count = len(costs.stages)
+    if count % 2:
+        raise ZbfxError(f"{name} puts two stages on each rank in a V: expected an even number of stages, found {count}")
+    expected = v_placement(count // 2)
+    if costs.placement != expected:
+        raise ZbfxError(
+            f"{name} puts two stages on each rank in a V: expected placement {expected}, found {costs.placement}. "
+            f"{place(expected)}"
+        )
+
+
+def zb_v(costs: CostTable, microbatches: int, extra: int = 0) -> Ranks:
+    """The paper's order for equal times (section 6): zero bubble at 1F1B's memory.
+
+    Rank i warms up with 2(p - i) - 1 Fs of its first stage and i pairs of second-stage and first-stage F; p - i rounds
+    of F, B, W of the second stage follow, then rounds of F, B, W of either stage in turn until the Fs run out; the Ws
+    of the last Bs fill the end.
+    """
+    require_v("zb-v-order", costs)
+    p = costs.rank_count
+    # With fewer microbatches the pattern is cut out of the shortest whole one.
+    whole = max(microbatches, 2 * p - 1 + extra)
+    return tuple(
+        tuple(action for action in _zb_v_rank(p, rank, whole, extra) if action.microbatch < microbatches)
+        for rank in range(p)
+    )
+
+
+def _zb_v_rank(p: int, rank: int, microbatches: int, extra: int) -> list[Action]:
+    stages = rank, 2 * p - 1 - rank
+    order: list[Action] = []
+    done = {(kind, half): 0 for kind in (Kind.F, Kind.B, Kind.W) for half in (0, 1)}
+
+    def run(half: int, *kinds: Kind) -> None:
+        for kind in kinds:
+            if done[kind, half] < microbatches:
+                order.append(Action(kind, stages[half], done[kind, half]))
+                done[kind, half] += 1
+
+    for _ in range(2 * (p - rank) - 1 + extra):
+        run(0, Kind.F)
+    for _ in range(rank):
+        run(1, Kind.F)
+        run(0, Kind.F)
+    for _ in range(p - rank):
+        run(1, Kind.F, Kind.B, Kind.W)
+    while done[Kind.F, 1] < microbatches:
+        run(0, Kind.F, Kind.B, Kind.W)
+        run(1, Kind.F, Kind.B, Kind.W)
+    for _ in range(rank):
+        run(0, Kind.B)
+        run(1, Kind.B)
+    for _ in range(p - rank):
+        run(0, Kind.B, Kind.W)
+    for half in (1, 0):
+        while done[Kind.W, half] < microbatches:
+            run(half, Kind.W)
+    return order
+
+
+def v_half(costs: CostTable, microbatches: int) -> Ranks:
+    """V-Half (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"): about half of 1F1B's memory."""
+    require_v("v-half", costs)
+    return _repeated_block(costs.rank_count, microbatches, (2, 1, 2, 1))
+
+
+def v_min(costs: CostTable, microbatches: int) -> Ranks:
+    """V-Min (same paper): about a third of 1F1B's memory, the least with F and B never waiting."""
+    require_v("v-min", costs)
+    p = costs.rank_count
+    # Without a wait, blocks of consecutive microbatches collide on ranks when 3 divides p.
+    return _repeated_block(p, microbatches, (1, 1, 1, 1), wait=0 if p % 3 else 2)
+
+
+def _repeated_block(p: int, microbatches: int, offsets: tuple[int, int, int, int], wait: int = 0) -> Ranks:
+    """Repeat one microbatch's building block every 6 units of time and let each rank run its actions in that order.
+
+    In the block every action takes one unit. `offsets`: units from rank to neighbouring rank for F down the ranks, F
+    up, B down and B up; `wait`: units between the last F and the first B. Longer offsets hold activations longer. Each
+    W takes the first slot after its B that no other action of its rank has modulo 6.
+    """
+    f_down, f_up, b_down, b_up = offsets
+    ranks = []
+    for rank in range(p):
+        to_bottom = p - 1 - rank
+        turn = (p - 1) * f_down + 1
+        back = turn + (p - 1) * f_up + 1 + wait
+        start = {
+            (Kind.F, rank): rank * f_down,
+            (Kind.F, 2 * p - 1 - rank): turn + to_bottom * f_up,
+            (Kind.B, 2 * p - 1 - rank): back + rank * b_down,
+            (Kind.B, rank): back + (p - 1) * b_down + 1 + to_bottom * b_up,
+        }
+        taken = {time % 6 for time in start.values()}
+        for stage in (2 * p - 1 - rank, rank):
+            time = start[Kind.B, stage] + 1
+            while time % 6 in taken and len(taken) < 6:
+                time += 1
+            taken.add(time % 6)
+            start[Kind.W, stage] = time
+        timed = [
+            (time + 6 * j, KIND_ORDER.index(kind), stage, Action(kind, stage, j))
+            for (kind, stage), time in start.items()
+            for j in range(microbatches)
+        ]
+        ranks.append(tuple(action for *_, action in sorted(timed, key=lambda entry: entry[:3])))
+    return tuple(ranks)

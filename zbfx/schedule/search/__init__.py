@@ -1,0 +1,1 @@
+"""Costs and a limit -> good orders: list scheduling, local search, refinement."""

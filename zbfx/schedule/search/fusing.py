@@ -1,0 +1,73 @@
+"""Where splitting a backward does not pay: stages whose B and W run fused as BW."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from zbfx.plan import CostTable, StageCost
+from zbfx.schedule.search.listing import Listed
+from zbfx.schedule.timing.exact import BW, B, Instance, W, exact
+from zbfx.schedule.timing.longest_path import iteration_ticks, peak_units, run
+
+
+def savings(problem: Instance) -> dict[int, int]:
+    """Per stage the ticks by which BW is shorter than B and W apart, over all microbatches."""
+    count, m, ticks = problem.stage_count, problem.microbatches, problem.ticks
+    return {
+        stage: m * (ticks[B * count + stage] + ticks[W * count + stage] - ticks[BW * count + stage])
+        for stage in range(count)
+    }
+
+
+def fused_costs(costs: CostTable, stages: Collection[int]) -> CostTable:
+    """Costs in which the B of `stages` is their BW and their W nothing."""
+
+    def fused(stage: StageCost) -> StageCost:
+        whole = stage.backward_s
+        if whole is None:
+            whole = exact(stage.backward_input_s) + exact(stage.backward_weight_s)
+        return replace(stage, backward_input_s=whole, backward_weight_s=0, weight_saved_bytes=0, backward_s=None)
+
+    return replace(costs, stages=tuple(fused(s) if i in stages else s for i, s in enumerate(costs.stages)))
+
+
+def fuse(problem: Instance, orders: Sequence[Sequence[int]], stages: Collection[int]) -> list[list[int]]:
+    """Run BW of `stages` where their B was, and no W."""
+    count, m = problem.stage_count, problem.microbatches
+
+    def replaced(order: Sequence[int]) -> list[int]:
+        codes = []
+        for code in order:
+            kind, stage = divmod(code // m, count)
+            if stage not in stages or kind not in (B, W):
+                codes.append(code)
+            elif kind == B:
+                codes.append(code + (BW - B) * count * m)
+        return codes
+
+    return [replaced(order) for order in orders]
+
+
+def evaluated(problem: Instance, orders: Sequence[Sequence[int]], limits: Sequence[int] | None) -> Listed | None:
+    """The orders with their cost, or None if they deadlock or exceed the limits."""
+    if limits is not None and any(peak_units(problem, o) > limit for o, limit in zip(orders, limits, strict=True)):
+        return None
+    result = run(problem, orders)
+    if not result.complete:
+        return None
+    return Listed(iteration_ticks(problem, orders, result.starts), tuple(map(tuple, orders)))
+
+
+def fuse_where_it_pays(problem: Instance, best: Listed, limits: Sequence[int] | None) -> tuple[Listed, list[int]]:
+    """Fuse stages that save time, or whose W takes none, unless the cost rises; the result and the fused stages."""
+    count, fused = problem.stage_count, []
+    saved = savings(problem)
+    for stage in sorted(saved, key=lambda s: -saved[s]):
+        if saved[stage] < 0 or (saved[stage] == 0 and problem.ticks[W * count + stage] > 0):
+            continue
+        other = evaluated(problem, fuse(problem, best.orders, {stage}), limits)
+        if other is not None and other.cost <= best.cost:
+            best = other
+            fused.append(stage)
+    return best, sorted(fused)

@@ -1,0 +1,219 @@
+"""List scheduling: build all orders together, event by event, with a rule that picks each rank's next action.
+
+Whenever a rank is free it takes, in this order: a B that has arrived, an F that has arrived and fits, a W if it fills
+the gap before the next arrival well enough; else it waits. This is the paper's heuristic (section 3.1) with its binary
+choices replaced by a `Rule`, and it serves any placement.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+
+from zbfx.schedule.timing.exact import B, F, Instance, W
+
+PATIENCE_UNIT = 4  # patience is counted in quarters
+LATER, FEWEST, EARLIER = TURNS = range(3)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`hold[s]`: Fs of stage s before its first B. `cap[s]`: most Fs of stage s without their B after these.
+
+    `patience[r]`: rank r starts a W only if the next arrival is at least patience/4 of that W away.
+    `alternate[r]`: after a B, rank r prefers an F to the next B. `recycle[r]`: rank r runs a W before the next B if an
+    F that has arrived lacks only memory, to keep as many microbatches in flight as `cap` says. `turn[r]`: which of rank
+    r's stages goes first when several could: LATER, EARLIER, or the one that has run FEWEST of the kind.
+    """
+
+    hold: tuple[int, ...]
+    cap: tuple[int, ...]
+    patience: tuple[int, ...]
+    alternate: tuple[bool, ...]
+    recycle: tuple[bool, ...]
+    turn: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Coded orders and their cost in ticks."""
+
+    cost: int
+    orders: tuple[tuple[int, ...], ...]
+
+
+class ListScheduler:
+    """Everything about one problem that does not depend on the rule."""
+
+    def __init__(self, problem: Instance, limits: Sequence[int] | None) -> None:
+        self.problem = problem
+        count, ranks = problem.stage_count, range(problem.rank_count)
+        self.limits: list[float] = [inf] * problem.rank_count if limits is None else list(limits)
+        # Later stages first, as their Bs gate every earlier stage's, and their Fs lead to the next Bs.
+        self.stages = [[s for s in reversed(range(count)) if problem.placement[s] == rank] for rank in ranks]
+        self.work = [
+            problem.microbatches * sum(problem.ticks[kind * count + s] for s in self.stages[rank] for kind in (F, B, W))
+            for rank in ranks
+        ]
+        # An F must leave room for the later stages of its rank, as no B comes back before they have run, and for what
+        # that B adds where M_W exceeds M_B.
+        grows = problem.grows
+        self.room = [
+            grows[s]
+            + sum(grows[later] for later in self.stages[problem.placement[s]] if later > s)
+            + max(0, max(grows[count + other] for other in self.stages[problem.placement[s]]))
+            for s in range(count)
+        ]
+        self.receivers: list[list[tuple[int, int]]] = [[] for _ in range(2 * count)]  # (rank, lag) per producing group
+        for group in range(2 * count):
+            for source, lag in problem.sources[group]:
+                rank = problem.placement[group % count]
+                if rank != problem.placement[source % count]:
+                    self.receivers[source].append((rank, lag))
+
+    def run(self, rule: Rule, stop_at: float = inf) -> Listed | None:
+        """The rule's schedule, or None if it gets stuck or costs `stop_at` ticks or more."""
+        return _ByRule(self, rule).finish(stop_at)
+
+    def refill(self, orders: Sequence[Sequence[int]], patience: Sequence[int], stop_at: float = inf) -> Listed | None:
+        """Keep every rank's order of Fs and Bs and place the Ws anew: in gaps that they fill well enough, and where
+        the next F or B needs their memory."""
+        return _ByOrder(self, orders, patience).finish(stop_at)
+
+
+class _Run(ABC):
+    """The state of one list-scheduling run; subclasses choose each rank's next action."""
+
+    def __init__(self, scheduler: ListScheduler) -> None:
+        problem = scheduler.problem
+        self.scheduler, self.problem = scheduler, problem
+        self.ends: list[list[int]] = [[] for _ in range(3 * problem.stage_count)]  # per group, in order of microbatches
+        self.held = [0] * problem.rank_count
+        self.last_kind = [F] * problem.rank_count
+        self.orders: list[list[int]] = [[] for _ in range(problem.rank_count)]
+
+    def arrival(self, group: int, microbatch: int) -> float:
+        """When the inputs of an action are there, as far as known; inf if one is not even scheduled."""
+        latest = 0
+        for source, lag in self.problem.sources[group]:
+            ends = self.ends[source]
+            if microbatch >= len(ends):
+                return inf
+            if ends[microbatch] + lag > latest:
+                latest = ends[microbatch] + lag
+        return latest
+
+    @abstractmethod
+    def choose(self, rank: int, now: int) -> int:
+        """The group that `rank` runs next, or -1 to wait."""
+
+    def finish(self, stop_at: float) -> Listed | None:
+        problem, scheduler = self.problem, self.scheduler
+        count, m = problem.stage_count, problem.microbatches
+        clocks = [0] * problem.rank_count
+        first: list[int | None] = [None] * problem.rank_count
+        spare = [stop_at - work for work in scheduler.work]  # idle ticks before the rank alone costs stop_at
+        events = [(0, rank) for rank in range(problem.rank_count)]
+        while events:
+            now, rank = heappop(events)
+            if clocks[rank] > now:
+                continue
+            group = self.choose(rank, now)
+            if group < 0:
+                continue
+            if first[rank] is None:
+                first[rank] = now
+            else:
+                spare[rank] -= now - clocks[rank]
+            if spare[rank] <= 0:
+                return None
+            end = now + problem.ticks[group]
+            clocks[rank] = end
+            self.orders[rank].append(group * m + len(self.ends[group]))
+            self.ends[group].append(end)
+            self.held[rank] += problem.grows[group]
+            if group < 2 * count:
+                self.last_kind[rank] = group // count
+                for receiver, lag in scheduler.receivers[group]:
+                    heappush(events, (end + lag, receiver))
+            heappush(events, (end, rank))
+        if any(len(ends) < m for ends in self.ends):
+            return None
+        cost = max(clock - (begun or 0) for clock, begun in zip(clocks, first, strict=True))
+        return Listed(cost, tuple(map(tuple, self.orders)))
+
+
+class _ByRule(_Run):
+    def __init__(self, scheduler: ListScheduler, rule: Rule) -> None:
+        super().__init__(scheduler)
+        self.rule = rule
+
+    def choose(self, rank: int, now: int) -> int:
+        problem, rule, scheduler, ends = self.problem, self.rule, self.scheduler, self.ends
+        count, m = problem.stage_count, problem.microbatches
+        allowed, turn = scheduler.limits[rank] - self.held[rank], rule.turn[rank]
+        next_arrival = inf
+        forward = backward = weight = -1
+        finished, blocked = True, False
+        for stage in scheduler.stages[rank]:
+            started, returned, done = len(ends[stage]), len(ends[count + stage]), len(ends[2 * count + stage])
+            if returned < m:
+                finished = False
+                grown = problem.grows[count + stage]
+                if started > returned and started >= rule.hold[stage] and grown <= allowed:
+                    at = self.arrival(count + stage, returned)
+                    if at <= now:
+                        if backward < 0 or turn == EARLIER or (turn == FEWEST and returned < len(ends[backward])):
+                            backward = count + stage
+                    elif at < next_arrival:
+                        next_arrival = at
+                if started < m and (started - returned < rule.cap[stage] or started < rule.hold[stage]):
+                    at = self.arrival(stage, started)
+                    if scheduler.room[stage] > allowed:
+                        blocked = blocked or at <= now
+                    elif at <= now:
+                        if forward < 0 or turn == EARLIER or (turn == FEWEST and started < len(ends[forward])):
+                            forward = stage
+                    elif at < next_arrival:
+                        next_arrival = at
+            if done < returned and weight < 0:
+                weight = 2 * count + stage
+        if blocked and forward < 0 and weight >= 0 and rule.recycle[rank]:
+            return weight
+        if backward >= 0 and not (forward >= 0 and rule.alternate[rank] and self.last_kind[rank] == B):
+            return backward
+        if forward >= 0:
+            return forward
+        if weight >= 0 and (
+            finished or PATIENCE_UNIT * (next_arrival - now) >= rule.patience[rank] * problem.ticks[weight]
+        ):
+            return weight
+        return -1
+
+
+class _ByOrder(_Run):
+    def __init__(self, scheduler: ListScheduler, orders: Sequence[Sequence[int]], patience: Sequence[int]) -> None:
+        super().__init__(scheduler)
+        m, weights = self.problem.microbatches, 2 * self.problem.stage_count
+        self.fixed = [[code // m for code in order if code // m < weights] for order in orders]
+        self.next = [0] * len(orders)
+        self.patience = patience
+
+    def choose(self, rank: int, now: int) -> int:
+        problem, ends, fixed = self.problem, self.ends, self.fixed[rank]
+        count = problem.stage_count
+        pending = [s for s in self.scheduler.stages[rank] if len(ends[2 * count + s]) < len(ends[count + s])]
+        weight = 2 * count + pending[0] if pending else -1
+        if self.next[rank] == len(fixed):
+            return weight
+        group = fixed[self.next[rank]]
+        if self.held[rank] + problem.grows[group] > self.scheduler.limits[rank]:
+            return weight
+        at = self.arrival(group, len(ends[group]))
+        if at <= now:
+            self.next[rank] += 1
+            return group
+        return weight if PATIENCE_UNIT * (at - now) >= self.patience[rank] * problem.ticks[weight] else -1

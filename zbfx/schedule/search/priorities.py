@@ -1,0 +1,92 @@
+"""Which list-scheduling rules to try, the most promising first, and how to vary one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, product
+from math import ceil
+
+from zbfx.schedule.search.listing import FEWEST, LATER, PATIENCE_UNIT, Rule
+from zbfx.schedule.timing.exact import Instance
+
+PATIENCES = (PATIENCE_UNIT, 0, 3, 2, 1)
+FLAGS = ((False, False), (False, True), (True, False), (True, True))  # alternate, recycle
+
+
+def first_rules(
+    problem: Instance, limits: Sequence[int] | None, warm_up: Sequence[tuple[int, int]] | None
+) -> Iterator[Rule]:
+    """A grid over warm-ups, caps, patience and the other choices.
+
+    `warm_up`, the range of Fs before the first B in which schedules that meet the bound lie, leads where it is known:
+    with patience it meets the bound at the paper's 1p limit, without patience at 2p.
+    """
+    p = problem.rank_count
+    linear = p == problem.stage_count
+    shapes = _linear_shapes(problem, limits, warm_up) if linear else _folded_shapes(problem, limits)
+    turns = (LATER,) if linear else (LATER, FEWEST)
+    leading = product(FLAGS[:2], PATIENCES[:2], turns[:1], shapes[:1])
+    best_shape = product(FLAGS, PATIENCES, turns, shapes[:1])
+    grid = chain(leading, best_shape, product(FLAGS, PATIENCES, turns, shapes[1:]))
+    for (alternate, recycle), patience, turn, (hold, cap) in grid:
+        yield Rule(hold, cap, (patience,) * p, (alternate,) * p, (recycle,) * p, (turn,) * p)
+
+
+def most_in_flight(problem: Instance, limits: Sequence[int] | None) -> list[int]:
+    """Per stage how many of its Fs alone fill the memory of its rank."""
+    m = problem.microbatches
+    if limits is None:
+        return [m] * problem.stage_count
+    return [
+        min(m, limits[problem.placement[s]] // problem.grows[s]) if problem.grows[s] else m
+        for s in range(problem.stage_count)
+    ]
+
+
+def _linear_shapes(
+    problem: Instance, limits: Sequence[int] | None, warm_up: Sequence[tuple[int, int]] | None
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(hold, cap) pairs for one stage per rank."""
+    m, p = problem.microbatches, problem.stage_count
+    most = most_in_flight(problem, limits)
+
+    def bounded(counts: Sequence[int]) -> tuple[int, ...]:
+        return tuple(max(1, min(count, limit)) for count, limit in zip(counts, most, strict=True))
+
+    narrow, wide = bounded([p - i for i in range(p)]), bounded([2 * (p - i) - 1 for i in range(p)])
+    holds, caps = [], []
+    if warm_up is not None:
+        holds = [bounded([high for _, high in warm_up]), bounded([low for low, _ in warm_up])]
+        caps = [holds[0]]
+    holds += [narrow, wide]
+    caps += [
+        wide,
+        bounded([ceil(1.2 * (p - i)) for i in range(p)]),  # leaves the last stages less than memory allows
+        bounded([most[0] - i for i in range(p)]),
+        bounded([p - i + 1 for i in range(p)]),
+        narrow,
+        bounded([2 * (p - i) for i in range(p)]),
+        bounded([m] * p),
+    ]
+    pairs = [(hold, cap) for hold in holds for cap in caps if all(h <= c for h, c in zip(hold, cap, strict=True))]
+    return list(dict.fromkeys(pairs))
+
+
+def _folded_shapes(problem: Instance, limits: Sequence[int] | None) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(hold, cap) pairs for several stages per rank: in proportion to how far a stage is from the last one.
+
+    A rank's later stages take their part first; its first stage gets its own part or, marked None, all memory left.
+    """
+    count, p, m = problem.stage_count, problem.rank_count, problem.microbatches
+    most = most_in_flight(problem, limits)
+    pairs = []
+    for part, first_part in ((1.25, None), (1.0, None), (1.5, 1.5), (1.25, 1.25), (1.5, None), (1.0, 1.0)):
+        cap = [max(1, min(most[s] - 1, ceil(part * (count - s) * 2 * p / count))) for s in range(count)]
+        for rank in range(p):
+            first, *later = [s for s in range(count) if problem.placement[s] == rank]
+            if first_part is None:
+                cap[first] = max(1, min(m, most[first] - sum(cap[s] for s in later)))
+            else:
+                cap[first] = max(1, min(most[first] - len(later), ceil(first_part * (count - first) * 2 * p / count)))
+        pairs.append(((1,) * count, tuple(cap)))
+    return list(dict.fromkeys(pairs))

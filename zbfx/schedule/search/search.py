@@ -1,0 +1,257 @@
+"""Closed forms, list scheduling, local search: the best orders found until the bound is met or the time is up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import islice
+from math import inf
+from time import perf_counter
+
+from zbfx.plan import CostTable, Number
+from zbfx.schedule.bounds.certificate import Certificate
+from zbfx.schedule.orders.handmade import Ranks
+from zbfx.schedule.orders.vshape import v_placement, zb_v
+from zbfx.schedule.search.fusing import evaluated, fuse, fuse_where_it_pays, fused_costs, savings
+from zbfx.schedule.search.listing import PATIENCE_UNIT, Listed, ListScheduler, Rule
+from zbfx.schedule.search.local_search import LocalSearch
+from zbfx.schedule.search.priorities import first_rules, most_in_flight
+from zbfx.schedule.search.variation import RefillVariation, RuleVariation, Variation
+from zbfx.schedule.timing.exact import BW, B, Instance, W, instance
+from zbfx.schedule.timing.longest_path import peak_units
+
+FIRST_STEPS, STEPS_GROWTH = 40, 1.5  # list schedules, and moves of the local search, per line and round
+RULE_LINES, REFILL_LINES = 3, 3  # schedules from which search goes on
+FUSED_SHARE = 0.4  # of the time, for schedules whose cheaper fused backwards stay whole
+GRID_SHARE = 0.2  # of the time, at most, for the grid of rules
+EXTRA_WARM_UPS = (1, 2, 3, 5)  # Fs added to the warm-up of the paper's V order
+LEADING = 4  # rules tried before anything else
+PATIENCES = (PATIENCE_UNIT - 1, PATIENCE_UNIT // 2, 1, 0)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best orders, what they cost, a lower bound on any schedule's cost, and how they were found."""
+
+    ranks: Ranks
+    cost_s: Fraction
+    bound_s: Fraction
+    notes: tuple[str, ...]
+
+
+@dataclass
+class Line:
+    """One line of search: a variation, and local search from the best that it has come to."""
+
+    variation: Variation
+    local: LocalSearch
+    how: str
+    polished: Listed | None = None
+
+    @property
+    def best(self) -> Listed:
+        found = self.variation.best
+        return found if self.polished is None or found.cost < self.polished.cost else self.polished
+
+    @property
+    def cost(self) -> int:
+        return self.best.cost
+
+    def advance(self, target: int, deadline_s: float, steps: int) -> None:
+        self.variation.advance(target, deadline_s, steps)
+        self.polished = self.local.improve(self.best, target, deadline_s, steps)
+
+
+@dataclass
+class Search:
+    """One problem, the best schedule so far and its certificate."""
+
+    costs: CostTable
+    microbatches: int
+    limits: Sequence[Number] | None
+    seed: int
+    deadline_s: float  # a reading of perf_counter
+    rounds: int | None = None  # of local search; None: until the time is up
+    notes: list[str] = field(default_factory=list)
+    best: Listed | None = None
+    generated: list[tuple[str, list[list[int]]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.problem: Instance = instance(self.costs, self.microbatches)
+        self.units = self.problem.units(self.limits)
+        self.certificate = Certificate(self.costs, self.microbatches, self.limits)
+        self.scheduler = ListScheduler(self.problem, self.units)
+
+    @property
+    def cost(self) -> int:
+        assert self.best is not None
+        return self.best.cost
+
+    @property
+    def target(self) -> int:
+        """The least whole number of ticks that the bound allows."""
+        return -int(-self.certificate.seconds * self.problem.ticks_per_s // 1)
+
+    def running(self) -> bool:
+        return perf_counter() < self.deadline_s and (self.best is None or self.best.cost > self.target)
+
+    def offer(self, listed: Listed | None, how: str) -> bool:
+        if listed is None or (self.best is not None and listed.cost >= self.best.cost):
+            return False
+        self.best = listed
+        self.notes.append(f"{how}: {self.problem.seconds(listed.cost):g}")
+        return True
+
+    def lead(self) -> None:
+        """Try the rules that are most likely to meet the bound at once."""
+        rules = first_rules(self.problem, self.units, self.certificate.warm_up)
+        for rule in islice(rules, LEADING):
+            if self.running():
+                self.offer(self.scheduler.run(rule), "list scheduling")
+
+    def compare(self, name: str, ranks: Ranks) -> str:
+        """Take a generated order, and the same with its Ws placed anew, if it fits; say in one line how it does."""
+        orders = self.problem.encode(ranks)
+        peaks = [peak_units(self.problem, order) for order in orders]
+        listed = evaluated(self.problem, orders, None)
+        if listed is None:
+            return f"{name}: deadlocks"
+        cost = listed.cost
+        fits = self.units is None or all(peak <= limit for peak, limit in zip(peaks, self.units, strict=True))
+        if fits:
+            self.offer(listed, name)
+        self.generated.append((name, [split(self.problem, order) for order in orders]))
+        peak = max(self.problem.bytes(peak + static) for peak, static in zip(peaks, self.problem.static, strict=True))
+        over = "" if fits else ", over the limit"
+        return f"{name}: iteration time {self.problem.seconds(cost):g}, peak memory {peak:g}{over}"
+
+    def run(self) -> None:
+        """The grids, then rounds in which each line of search varies and polishes its schedule, fewer lines each round.
+
+        Rounds are counted in steps, not seconds, so the way is the same for a seed and only its end depends on time.
+        """
+        lines = [*self._rules(), *self._refills()]
+        if self.best is None:
+            self.offer(evaluated(self.problem, self.one_by_one(), self.units), "one microbatch after the other")
+        self.raise_bound()
+        lines.sort(key=lambda line: line.cost)
+        steps = FIRST_STEPS
+        ended = 0
+        while lines and self.running() and ended != self.rounds:
+            ended += 1
+            before = self.cost
+            for line in lines:
+                if self.running():
+                    line.advance(self.target, self.deadline_s, steps)
+                    self.offer(line.best, line.how)
+            if self.cost < before:
+                self.raise_bound()
+            lines = sorted(lines, key=lambda line: line.cost)[: max(2, len(lines) // 2)]
+            steps = int(steps * STEPS_GROWTH)
+
+    def one_by_one(self) -> list[list[int]]:
+        """The order that needs least memory: one microbatch after the other, every backward fused."""
+        count, m = self.problem.stage_count, self.problem.microbatches
+        return [
+            [
+                group * m + j
+                for j in range(m)
+                for group in (*sorted(stages), *(BW * count + s for s in sorted(stages, reverse=True)))
+            ]
+            for stages in self.scheduler.stages
+        ]
+
+    def _line(self, variation: Variation, how: str) -> Line:
+        return Line(variation, LocalSearch(self.problem, self.units, self.seed), f"{how} and local search")
+
+    def _refills(self) -> list[Line]:
+        """The generated orders with their Ws placed anew."""
+        best: list[tuple[int, str, list[list[int]], int, Listed]] = []
+        if self.costs.placement == v_placement(self.problem.rank_count):
+            for extra in EXTRA_WARM_UPS:
+                orders = self.problem.encode(zb_v(self.costs, self.microbatches, extra))
+                self.generated.append((f"zb-v-order with {extra} more Fs", orders))
+        for name, orders in self.generated:
+            found = []
+            for patience in PATIENCES:
+                if self.running():
+                    listed = self.scheduler.refill(orders, [patience] * len(orders))
+                    if listed is not None:
+                        self.offer(listed, f"{name}, Ws placed anew")
+                        found.append((listed.cost, patience, listed))
+            if found:
+                cost, patience, listed = min(found, key=lambda entry: entry[0])
+                best.append((cost, name, orders, patience, listed))
+        best.sort(key=lambda entry: entry[0])
+        return [
+            self._line(RefillVariation(self.scheduler, orders, patience, listed, self.seed), f"{name} varied")
+            for _, name, orders, patience, listed in best[:REFILL_LINES]
+        ]
+
+    def _rules(self) -> list[Line]:
+        """The best few of the grid of list-scheduling rules."""
+        until = perf_counter() + GRID_SHARE * (self.deadline_s - perf_counter())
+        kept: list[tuple[Listed, Rule]] = []
+        for rule in first_rules(self.problem, self.units, self.certificate.warm_up):
+            if not self.running() or (kept and perf_counter() > until):
+                break
+            listed = self.scheduler.run(rule, kept[-1][0].cost if len(kept) == RULE_LINES else inf)
+            if listed is not None and all(listed.cost != other.cost for other, _ in kept):
+                self.offer(listed, "list scheduling")
+                kept = sorted([*kept, (listed, rule)], key=lambda entry: entry[0].cost)[:RULE_LINES]
+        most = most_in_flight(self.problem, self.units)
+        return [
+            self._line(RuleVariation(self.scheduler, rule, listed, most, self.seed), "list scheduling varied")
+            for listed, rule in kept
+        ]
+
+    def try_fused(self) -> None:
+        """Search as if every stage whose BW takes less time or memory than B and W apart had only BW."""
+        count = self.problem.stage_count
+        stages = [s for s, saved in savings(self.problem).items() if saved > 0 or self.problem.grows[count + s] > 0]
+        if not stages:
+            return
+        until = perf_counter() + FUSED_SHARE * (self.deadline_s - perf_counter())
+        costs = fused_costs(self.costs, stages)
+        other = Search(costs, self.microbatches, self.limits, self.seed, until, self.rounds)
+        other.lead()
+        other.run()
+        if other.best is not None:
+            orders = fuse(self.problem, [split(self.problem, order) for order in other.best.orders], stages)
+            self.offer(evaluated(self.problem, orders, self.units), "backwards fused")
+
+    def fuse(self) -> None:
+        """Run B and W as one where that takes no longer."""
+        if self.best is not None:
+            self.best, stages = fuse_where_it_pays(self.problem, self.best, self.units)
+            if stages:
+                self.notes.append(f"not split, as BW takes no longer: stages {', '.join(map(str, stages))}")
+
+    def raise_bound(self) -> None:
+        if self.running():
+            now = perf_counter()
+            cost = Fraction(self.cost, self.problem.ticks_per_s)
+            self.certificate.raise_towards(cost, now + 0.2 * (self.deadline_s - now))
+
+    def result(self) -> Found:
+        assert self.best is not None
+        cost = Fraction(self.best.cost, self.problem.ticks_per_s)
+        proven = self.best.cost <= self.target
+        why = "the bound is met: proven optimal" if proven else "time is up"
+        self.notes.append(f"{why}; the bound is {float(self.certificate.seconds):g} ({self.certificate.argument})")
+        return Found(
+            self.problem.decode(self.best.orders), cost, cost if proven else self.certificate.seconds, tuple(self.notes)
+        )
+
+
+def split(problem: Instance, order: Sequence[int]) -> list[int]:
+    """Every BW as B and W back to back."""
+    count, m = problem.stage_count, problem.microbatches
+    codes = []
+    for code in order:
+        if code >= BW * count * m:
+            codes += [code - (BW - B) * count * m, code - (BW - W) * count * m]
+        else:
+            codes.append(code)
+    return codes

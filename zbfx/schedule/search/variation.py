@@ -1,0 +1,92 @@
+"""Random changes to what list scheduling was told; a change stays if the schedule gets no worse."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from random import Random
+from time import perf_counter
+
+from zbfx.schedule.search.listing import PATIENCE_UNIT, TURNS, Listed, ListScheduler, Rule
+
+
+class Variation(ABC):
+    """A schedule, what it was built from, and a way to build others nearby."""
+
+    def __init__(self, scheduler: ListScheduler, start: Listed, seed: int) -> None:
+        self.scheduler, self.best, self.random = scheduler, start, Random(seed)
+
+    @abstractmethod
+    def step(self) -> None:
+        """Try one change; keep it, and the new `best`, unless the cost rises."""
+
+    def advance(self, target: int, deadline_s: float, steps: int) -> None:
+        """Take `steps` steps, or stop at cost `target` or when perf_counter reads `deadline_s`."""
+        for _ in range(steps):
+            if self.best.cost <= target or perf_counter() > deadline_s:
+                return
+            self.step()
+
+    def stretch_of(self, count: int) -> range:
+        """One of `count` neighbours, or several in a row."""
+        first = self.random.randrange(count)
+        last = self.random.randrange(count) if self.random.random() < 0.5 else first
+        return range(min(first, last), max(first, last) + 1)
+
+    def times(self) -> range:
+        return range(self.random.choice((1, 1, 2, 3)))
+
+
+class RuleVariation(Variation):
+    """Changes one to three numbers of a `Rule`. `most[s]`: the most Fs of stage s that fit in memory."""
+
+    def __init__(self, scheduler: ListScheduler, rule: Rule, start: Listed, most: Sequence[int], seed: int) -> None:
+        super().__init__(scheduler, start, seed)
+        self.rule, self.most = rule, most
+
+    def step(self) -> None:
+        rule = self._varied()
+        listed = self.scheduler.run(rule, self.best.cost + 1)
+        if listed is not None:
+            self.rule, self.best = rule, listed
+
+    def _varied(self) -> Rule:
+        rule, random = self.rule, self.random
+        hold, cap, patience = list(rule.hold), list(rule.cap), list(rule.patience)
+        alternate, recycle, turn = list(rule.alternate), list(rule.recycle), list(rule.turn)
+        for _ in self.times():
+            stage, rank = random.randrange(len(hold)), random.randrange(len(patience))
+            what = random.randrange(6 if len(hold) == len(patience) else 7)
+            if what == 0:
+                hold[stage] = max(1, min(self.most[stage], hold[stage] + random.choice((-1, 1))))
+            elif what <= 2:
+                cap[stage] = max(1, min(self.most[stage], cap[stage] + random.choice((-2, -1, 1, 2))))
+            elif what == 3:
+                patience[rank] = random.randint(-1, PATIENCE_UNIT + 1)
+            elif what == 4:
+                alternate[rank] = not alternate[rank]
+            elif what == 5:
+                recycle[rank] = not recycle[rank]
+            else:
+                turn[rank] = random.choice(TURNS)
+        return Rule(tuple(hold), tuple(cap), tuple(patience), tuple(alternate), tuple(recycle), tuple(turn))
+
+
+class RefillVariation(Variation):
+    """Keeps the order of Fs and Bs and changes how patiently each rank places its Ws."""
+
+    def __init__(
+        self, scheduler: ListScheduler, orders: Sequence[Sequence[int]], patience: int, start: Listed, seed: int
+    ) -> None:
+        super().__init__(scheduler, start, seed)
+        self.orders, self.patience = orders, [patience] * len(orders)
+
+    def step(self) -> None:
+        patience = list(self.patience)
+        for _ in self.times():
+            value = self.random.randint(-1, 2 * PATIENCE_UNIT)
+            for rank in self.stretch_of(len(patience)):
+                patience[rank] = value
+        listed = self.scheduler.refill(self.orders, patience, self.best.cost + 1)
+        if listed is not None:
+            self.patience, self.best = patience, listed

@@ -1,0 +1,47 @@
+"""Operators that the tracer takes apart, where torch's own way of doing so is wrong or one graph cannot hold them.
+
+multilabel_margin_loss   torch (2.11 to 2.13) counts, for each place behind a row's first -1, the margin to class 0.
+ctc_loss                 what it keeps for its backward has a size that depends on values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zbfx.trace.ctc import ctc_loss
+
+REDUCTIONS: Mapping[int, Callable[[Tensor], Tensor]] = {0: lambda losses: losses, 1: Tensor.mean, 2: Tensor.sum}
+
+
+def multilabel_margin_loss(scores: Tensor, labels: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
+    """The loss, and for each class whether it is among the labels, of scores (classes,) or (rows, classes); the labels
+    of a row, of the same shape, end at its first negative number. `reduction`: none, mean, sum as 0, 1, 2."""
+    shape = scores.shape
+    if len(shape) > 2 or labels.shape != shape or scores.numel() == 0:
+        raise RuntimeError(
+            f"multilabel_margin_loss takes scores and labels of one shape, (classes,) or (rows, classes); found "
+            f"{tuple(shape)} and {tuple(labels.shape)}"
+        )
+    rows, row_labels = torch.atleast_2d(scores), torch.atleast_2d(labels)
+    count = rows.shape[-1]
+    classes = torch.arange(count, device=labels.device)
+    end = torch.where(row_labels < 0, classes, count).amin(-1, keepdim=True)
+    is_label = classes < end
+    chosen = torch.where(is_label, row_labels, 0)
+    is_target = (is_label[..., None] & (chosen[..., None] == classes)).any(-2)
+    margins = 1.0 - rows.gather(-1, chosen)[..., None] + rows[..., None, :]  # row, label, class
+    counts = is_label[..., None] & ~is_target[..., None, :] & (margins > 0)
+    losses = torch.where(counts, margins, 0).sum((-2, -1)) / count
+    losses = losses.reshape(shape[:-1]) if len(shape) < 2 else losses
+    return REDUCTIONS[reduction](losses), is_target.to(scores.dtype).reshape(shape)
+
+
+RIGHT: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.aten.multilabel_margin_loss_forward.default: multilabel_margin_loss,
+    torch.ops.aten.ctc_loss.Tensor: ctc_loss,
+    torch.ops.aten.ctc_loss.IntList: ctc_loss,
+}

@@ -1,0 +1,348 @@
+"""What may not change between steps: what the trace took from the model (modes, layers, hooks, Python values), and the
+tensors that the pipeline was bound to. A graph holds one of each."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from types import BuiltinFunctionType, CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from zbfx._torch import hook_tables, part_tables
+from zbfx.errors import InputError, listed
+from zbfx.runtime.agreement import refuse_gradient_hooks, refuse_gradients
+from zbfx.trace.first_forward import OF_MODULES
+from zbfx.trace.objective import LOSS_PREFIX
+from zbfx.trace.tracer import canonical_names, named_tensors, plain_tensors
+
+NUMBERS = (bool, int, float, complex, str, torch.dtype)
+PLAIN = (*NUMBERS, FunctionType, BuiltinFunctionType)
+MISSING = "nothing"
+READS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Of the model when it was traced, by name: each module's training flag, the module itself, its hooks, a forward
+    that it has beside that of its class, and its plain Python attributes, each parameter's `requires_grad`, each
+    tensor's dtype and shape, and what was None."""
+
+    training: Mapping[str, bool]
+    trainable: Mapping[str, bool]
+    modules: Mapping[str, nn.Module]
+    hooks: Mapping[str, tuple[object, ...]]
+    forwards: Mapping[str, object]
+    values: Mapping[str, object]
+    layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    empty: frozenset[str]
+
+    @classmethod
+    def of(cls, model: nn.Module, loss_fn: Any) -> Guard:
+        modules = named_modules(model, loss_fn)
+        parts = named_parts(model, loss_fn)
+        return cls(
+            {name: module.training for name, module in modules.items()},
+            {
+                name + inner: p.requires_grad
+                for name, part in parts
+                for inner, p in part.named_parameters(remove_duplicate=False)
+            },
+            modules,
+            {name: hooks_of(module) for name, module in modules.items()},
+            {name: vars(module).get("forward") for name, module in modules.items()},
+            {
+                f"{name}.{attribute}".removeprefix("."): getattr(module, attribute)
+                for name, module in modules.items()
+                for attribute in plain_attributes(module)
+            },
+            {name: layout_of(tensor) for name, tensor in named_tensors(model, loss_fn).items()},
+            frozenset(
+                f"{name}.{attribute}".removeprefix(".")
+                for name, module in modules.items()
+                for table in (vars(module), module._buffers)
+                for attribute, value in table.items()
+                if value is None and attribute not in OF_MODULES
+            ),
+        )
+
+    def check(self, model: nn.Module, loss_fn: Any, *, evaluation: bool = False) -> None:
+        """Raises `InputError` if any of it has changed since. To evaluate, the model may be in any mode."""
+        now = Guard.of(model, loss_fn)
+        if not evaluation:
+            self.check_flags(now)
+        for name, module in self.modules.items():
+            found = now.modules.get(name, module)
+            if found is not module:
+                raise InputError(
+                    f"{name or 'the model'} was replaced since the model was traced: found another "
+                    f"{type(found).__name__} than the {type(module).__name__} that is part of the graph. Compile again"
+                )
+        changed = sorted(set(self.modules) ^ set(now.modules) or set(self.trainable) ^ set(now.trainable))
+        if changed:
+            raise InputError(
+                f"modules or parameters came or went since the model was traced: {changed[:5]}. Compile again"
+            )
+        for name, hooks in self.hooks.items():
+            if not same_objects(hooks, now.hooks[name]):
+                raise InputError(
+                    f"the hooks of {name or 'the model'} changed since it was traced: those of then, {len(hooks)}, "
+                    f"are part of the graph, and none else runs; found {len(now.hooks[name])}. Register hooks before "
+                    f"compile, or compile again"
+                )
+        for name, forward in self.forwards.items():
+            if now.forwards[name] is not forward:
+                raise InputError(
+                    f"{f'{name}.forward'.removeprefix('.')} was replaced since the model was traced; the graph holds "
+                    f"the one of then. Put it back, or compile again"
+                )
+        if not evaluation or self.training == now.training:  # a mode may bring values of its own
+            self.check_values(now)
+
+    def undo(self, model: nn.Module, loss_fn: Any) -> None:
+        """Take out of a copy of the model what plain forwards have made since: new buffers and tensors, and what was
+        None. Another trace begins as the first one did."""
+        for name, module in named_modules(model, loss_fn).items():
+            prefix = f"{name}." if name else ""
+            made = [key for key, value in module._buffers.items() if value is not None]
+            new = [key for key in made if prefix + key not in self.layouts]
+            for key in new:
+                delattr(module, key)
+            for key in [*new, *(vars(module).keys() - OF_MODULES)]:
+                if prefix + key in self.empty:
+                    setattr(module, key, None)
+
+    def check_flags(self, now: Guard) -> None:
+        for name, before in self.training.items():
+            if now.training.get(name, before) is not before:
+                raise InputError(
+                    f"{name or 'the model'} was in {mode(before)} mode when the model was traced, which is part of the "
+                    f"graph; found {mode(not before)} mode. Switch back with .train({before}), use step.evaluate for "
+                    f"eval mode, or compile again"
+                )
+        for name, before in self.trainable.items():
+            if now.trainable.get(name, before) is not before:
+                raise InputError(
+                    f"{name} had requires_grad={before} when the model was traced, which is part of the graph; found "
+                    f"{not before}. Switch back, or compile again"
+                )
+
+    def check_layouts(self, named: Mapping[str, Tensor], used: Collection[str]) -> None:
+        """Raises `InputError` if a tensor of these names has another dtype or shape than when the model was traced."""
+        layouts = {name: layout_of(named[name]) for name in sorted(used) if name in named}
+        changed = [name for name, layout in layouts.items() if self.layouts.get(name, layout) != layout]
+        if changed:
+            before, after = self.layouts[changed[0]], layouts[changed[0]]
+            (was, found), *_ = [(w, f) for w, f in zip(before, after, strict=True) if w != f]
+            kind = "had shape" if isinstance(was, tuple) else "was"
+            also = f" (so did {listed(changed[1:], 3)})" if changed[1:] else ""
+            raise InputError(
+                f"{changed[0]} {kind} {was} when the model was traced, which is part of the graph; found {found}"
+                f"{also}. Convert the model before compile (model.bfloat16(), model.to(dtype)), change it back, or "
+                f"compile again"
+            )
+
+    def check_values(self, now: Guard) -> None:
+        for name, before in self.values.items():
+            after = now.values.get(name, MISSING)
+            if after is not before and (type(after) is not type(before) or after != before):
+                raise InputError(
+                    f"{name} was {before!r} when the model was traced, and is a constant of the graph; found "
+                    f"{after!r}. Make a value that changes a buffer (register_buffer) and fill it in place, or pass it "
+                    f"as an input tensor; keep one that the forward does not read elsewhere than on the model; or "
+                    f"compile again"
+                )
+
+
+class Watch:
+    """Compares the model with what was traced and bound, before each step.
+
+    That is quick where every object is the one that was seen last; any that is not is looked at by name.
+    """
+
+    def __init__(
+        self,
+        guard: Guard,
+        model: nn.Module,
+        loss_fn: Any,
+        device: torch.device,
+        trained: Mapping[str, nn.Parameter],
+        replaced: Collection[str] = (),
+    ) -> None:
+        """The tensors are those of the model now; those that this process uses are on `device`; `trained` are the
+        parameters whose gradients arise here. `replaced` are the buffers that the model's own forward replaces."""
+        self.guard, self.model, self.loss_fn, self.trained = guard, model, loss_fn, trained
+        self.device = torch.empty(0, device=device).device  # with its index
+        self.tensors = named_tensors(model, loss_fn)
+        self.canonical = canonical_names(model, loss_fn)
+        self.distinct = list({id(tensor): tensor for tensor in self.tensors.values()}.values())
+        self.seen: dict[bool, tuple[list[object], list[object]]] = {}
+        self.handles: int | None = None
+        modules = list(dict.fromkeys(guard.modules.values()))
+        self.spaces = [vars(module) for module in modules]
+        self.tables = [table for module in modules for table in (*part_tables(module), *hook_tables(module))]
+        attributes = [(module, name) for module in modules for name in ("training", *plain_attributes(module))]
+        attributes += [
+            (module, name) for _, part in named_parts(model, loss_fn) for module, name, _, _ in plain_tensors(part)
+        ]
+        self.replaced = replaceable(model, loss_fn, replaced)
+        self.owners = [module for module, _ in attributes]
+        self.attributes = [name for _, name in attributes]
+        self.parameters = [tensor for tensor in self.tensors.values() if isinstance(tensor, nn.Parameter)]
+
+    def state(self) -> list[object]:
+        """The objects that the model is made of; kept alive, so that none can pass for another."""
+        return [
+            *chain.from_iterable(table.values() for table in self.tables if table),
+            *map(getattr, self.owners, self.attributes, repeat(MISSING)),
+            *[space.get("forward") for space in self.spaces],
+            *map(attrgetter("requires_grad"), self.parameters),
+            *map(attrgetter("dtype"), self.distinct),
+        ]
+
+    def places(self) -> list[object]:
+        """Shapes and devices, which `tensor.data = ...` changes, as `model.to(...)` does."""
+        return [*map(attrgetter("shape"), self.distinct), *map(attrgetter("device"), self.distinct)]
+
+    def check(self, used: Callable[[], Collection[str]], *, evaluation: bool) -> None:
+        """Raises `InputError` if anything has changed that a step of the pipeline would not see. `used` gives the names
+        of the parameters and buffers that this process reads."""
+        if not evaluation and RemovableHandle.next_id != self.handles:  # torch counts the hooks that it registers
+            refuse_gradient_hooks(self.trained)
+            self.handles = RemovableHandle.next_id
+        if not evaluation:
+            refuse_gradients(self.trained)
+        now, places = self.state(), self.places()
+        before, places_before = self.seen.get(evaluation, ([], []))
+        if same_objects(before, now) and places == places_before:
+            return
+        self.guard.check(self.model, self.loss_fn, evaluation=evaluation)
+        self.take_back(used())
+        self.check_tensors(used())
+        self.seen[evaluation] = self.state(), self.places()
+
+    @torch.no_grad()
+    def take_back(self, used: Collection[str]) -> None:
+        """A plain forward of the model, between steps, has put new tensors in the place of some: their values go into
+        the tensors that the pipeline holds, and these back into the model, as if it had changed them in place."""
+        for name, (module, attribute) in self.replaced.items():
+            bound, found = self.tensors[name], getattr(module, attribute, None)
+            if found is bound or name not in used or not isinstance(found, Tensor):
+                continue
+            if layout_of(found) == layout_of(bound) and found.device == bound.device:
+                bound.detach().copy_(found)  # detached: a forward in inference mode may have made it
+                setattr(module, attribute, bound)
+
+    def check_tensors(self, used: Collection[str]) -> None:
+        now = named_tensors(self.model, self.loss_fn)
+        self.guard.check_layouts(now, used)
+        changed = [
+            name
+            for name, tensor in self.tensors.items()
+            if now.get(name) is not tensor and self.canonical[name] in used
+        ]
+        if changed:
+            raise InputError(
+                f"found other tensors in the place of those that the pipeline was bound to, which it would go on with: "
+                f"{listed(changed)}. Change tensors in place (load_state_dict without assign=True; parameter.copy_() "
+                f"under torch.no_grad(); buffer.fill_()), or bind the pipeline again"
+            )
+        moved = {name: now[name].device for name in sorted(used) if name in now and now[name].device != self.device}
+        if moved:
+            raise InputError(
+                f"the pipeline was bound on {self.device}; found {listed(moved, 3)} on "
+                f"{listed(dict.fromkeys(moved.values()))}. Move the model back (model.to({str(self.device)!r})), or "
+                f"bind the pipeline again"
+            )
+
+
+def replaceable(model: nn.Module, loss_fn: Any, names: Collection[str]) -> dict[str, tuple[nn.Module, str]]:
+    """The module and attribute behind each of these names that is the only one of its tensor."""
+    modules, names_of = named_modules(model, loss_fn), Counter(canonical_names(model, loss_fn).values())
+    places = {name: name.rpartition(".") for name in names if names_of[name] == 1}
+    return {name: (modules[owner], attribute) for name, (owner, _, attribute) in places.items()}
+
+
+def layout_of(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+    return tensor.dtype, tuple(tensor.shape)
+
+
+def named_parts(model: nn.Module, loss_fn: Any) -> list[tuple[str, nn.Module]]:
+    return [("", model), *([(LOSS_PREFIX, loss_fn)] if isinstance(loss_fn, nn.Module) else [])]
+
+
+def named_modules(model: nn.Module, loss_fn: Any) -> dict[str, nn.Module]:
+    """Every module under each of its names."""
+    return {
+        (prefix + inner).removesuffix("." if prefix else ""): module
+        for prefix, part in named_parts(model, loss_fn)
+        for inner, module in part.named_modules(remove_duplicate=False)
+    }
+
+
+def plain_attributes(module: nn.Module) -> Iterator[str]:
+    """The attributes that are numbers, texts or functions, and the numbers and texts of the module's class: those whose
+    names the module's code reads."""
+    read = names_read(type(module))  # type: ignore[arg-type]
+    return (name for name in all_plain_attributes(module) if name in read)
+
+
+@cache
+def names_read(owner: Any) -> frozenset[str]:
+    """The attributes that methods of a module's classes read, and functions beside them in their files; of any object,
+    and names in texts, for `getattr`. A counter that nothing reads may change as it likes."""
+    classes = own_classes(owner)
+    files = [vars(sys.modules[part.__module__]) for part in classes if part.__module__ in sys.modules]
+    found: set[str] = set()
+    codes = [code for space in (*map(vars, classes), *files) for value in space.values() for code in codes_of(value)]
+    while codes:
+        code = codes.pop()
+        found |= {str(step.argval) for step in dis.get_instructions(code) if step.opname in READS}
+        found |= {text for text in code.co_consts if isinstance(text, str) and text.isidentifier()}
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return frozenset(found)
+
+
+def codes_of(value: object) -> list[CodeType]:
+    """The code of a function, a method of either kind, a property, or what a decorator wraps."""
+    inner = [getattr(value, name, None) for name in ("fget", "__func__", "__wrapped__")]
+    functions = [f for f in (value, *inner) if isinstance(f, FunctionType)]
+    return [function.__code__ for function in functions if function.__name__ != "__init__"]
+
+
+def own_classes(owner: type) -> tuple[type, ...]:
+    """A module's classes before `nn.Module`, its own first."""
+    return owner.__mro__[: owner.__mro__.index(nn.Module)]
+
+
+def all_plain_attributes(module: nn.Module) -> Iterator[str]:
+    own = vars(module)
+    yield from (name for name, value in own.items() if isinstance(value, PLAIN) and name != "training")
+    inherited = {
+        name: value
+        for owner in reversed(own_classes(type(module)))
+        for name, value in vars(owner).items()
+        if name not in own
+    }
+    yield from (name for name, value in inherited.items() if isinstance(value, NUMBERS) and not name.startswith("__"))
+
+
+def hooks_of(module: nn.Module) -> tuple[object, ...]:
+    return tuple(chain.from_iterable(table.values() for table in hook_tables(module)))
+
+
+def same_objects(before: Collection[object], after: Collection[object]) -> bool:
+    return len(before) == len(after) and all(map(is_, before, after))
+
+
+def mode(training: bool) -> str:
+    return "train" if training else "eval"

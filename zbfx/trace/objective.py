@@ -1,0 +1,204 @@
+"""What is traced: model and loss as one module, which returns the loss of a microbatch."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from zbfx import _torch
+from zbfx.errors import TraceError
+from zbfx.trace.first_forward import FirstForward
+from zbfx.trace.refusals import LIBRARY_FOLDERS, refuse_subclass
+from zbfx.trace.signature import Signature
+from zbfx.trace.tensor_parallel import place_gradients
+
+MODEL_PREFIX, LOSS_PREFIX = "model.", "loss_fn."
+
+
+class Objective(nn.Module):
+    """Model and loss as one module over the flat tensors of a microbatch; returns the scalar loss."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any] | None, signature: Signature, *, traced: bool = True
+    ) -> None:
+        super().__init__()
+        self.model, self.loss_fn, self.signature = model, loss_fn, signature
+        self.lines = UserLines(model) if traced else contextlib.nullcontext()
+        self.part = "the model"  # at work: else "loss_fn", or "the backward"
+        self.replaced: set[str] = set()  # buffers
+        self.first = FirstForward(("", model), (LOSS_PREFIX.removesuffix("."), loss_fn))
+        self.starts_afresh = False  # every pass is a first forward
+        self.made: list[str] = []  # the names of what it made, a further output each
+        self.results = 1
+        self.leaves: list[Tensor] = []  # to which the gradient of the loss flows
+
+    def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+        if self.starts_afresh:
+            self.first.restore()
+        buffers = dict(self.named_buffers(remove_duplicate=False))
+        place_gradients(self.model)
+        loss, *count = self.losses(tensors)
+        for name, buffer in buffers.items():
+            if self.get_buffer(name) is not buffer:
+                keep_replaced(name, buffer, self.get_buffer(name))
+                self.replaced.add(name.removeprefix(MODEL_PREFIX))
+        self.leaves = leaves_of(loss)
+        loss.register_hook(self.keep_buffers)
+        made = self.first.made() if self.starts_afresh else {}
+        self.made = [name for name, (found, _) in made.items() for _ in found]
+        copies = [tensor.detach().clone() for found, _ in made.values() for tensor in found]
+        self.results = 1 + len(count)
+        return (loss, *count, *copies) if count or copies else loss
+
+    def losses(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        args, kwargs = self.signature.unflatten(tensors)
+        with self.lines:
+            output = self.model(*args[: self.signature.input_count], **kwargs)
+            if self.loss_fn is None:
+                return (checked_loss(model_loss(output), "the model"),)
+            self.part = "loss_fn"
+            loss = self.loss_fn(output, *args[self.signature.input_count :])
+            if not isinstance(loss, tuple):
+                return (checked_loss(loss, "loss_fn"),)
+            return checked_loss(loss[0], "loss_fn"), checked_count(loss)
+
+    def keep_buffers(self, _: Tensor) -> None:
+        """As the backward begins: recomputing reads buffers as the forward found them, and its writes go nowhere."""
+        self.part = "the backward"
+        for module in self.modules():
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                module._buffers[name] = _torch.functional(buffer)
+
+
+def keep_replaced(name: str, before: Tensor, after: Tensor | None) -> None:
+    """A buffer that the model replaces (`self.count = self.count + 1`) is written like one changed in place."""
+    if after is None or after.shape != before.shape or after.dtype != before.dtype:
+        found = "nothing" if after is None else f"{after.dtype} of shape {tuple(after.shape)}"
+        converted = after is not None and after.shape == before.shape
+        once = (
+            ". If it only is what a forward made before the model was converted (model.double()), run the model once "
+            "before compile: model(*example_inputs) under torch.no_grad()"
+        )
+        raise TraceError(
+            f"the model replaces {name.removeprefix(MODEL_PREFIX)}, {before.dtype} of shape {tuple(before.shape)}, by "
+            f"{found}: one graph cannot hold both. Keep shape and dtype, or keep the value out of the model"
+            f"{once if converted else ''}"
+        )
+    with torch.no_grad():
+        before.copy_(after.detach())
+
+
+def model_loss(output: Any) -> Any:
+    """The loss in the output of a model that computes it: the output itself, its `.loss`, or its first entry."""
+    if isinstance(output, dict):
+        return output.get("loss")
+    if isinstance(output, tuple) and output:
+        return output[0]
+    return getattr(output, "loss", output)
+
+
+def checked_loss(loss: Any, source: str) -> Tensor:
+    refuse_subclass(f"the loss that {source} returns", loss)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TraceError(
+            f"{source} must return a scalar loss; found {found}. "
+            f"Pass loss_fn=(outputs, *targets) -> scalar, or let the model return its loss (as `.loss`, or first)"
+        )
+    if loss.is_complex():
+        raise TraceError(
+            f"{source} must return a real loss, as backward asks for; found {loss.dtype}. Return its .real, its .abs() "
+            f"or another real number made of it"
+        )
+    if not loss.requires_grad:
+        raise TraceError(
+            f"the loss that {source} returns does not require grad: no trainable parameter reaches it. "
+            f"Check requires_grad of the parameters, and that nothing detaches the loss or runs under torch.no_grad(). "
+            f"A loss that computes its own gradient returns it from the backward of a torch.autograd.Function"
+        )
+    return loss.reshape(()) if loss.ndim else loss
+
+
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """The tensors to which the gradient of a loss flows."""
+    found, seen, waiting = list[Tensor](), set[Any](), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found += [node.variable] if hasattr(node, "variable") else []
+            waiting += [source for source, _ in node.next_functions]
+    return found
+
+
+def checked_count(loss: tuple[Any, ...]) -> Tensor:
+    if len(loss) != 2 or not isinstance(loss[1], Tensor) or loss[1].numel() != 1:
+        raise TraceError(
+            f"loss_fn returns a scalar, or (sum, count) of two scalar tensors; found {len(loss)} entries, "
+            f"the second {type(loss[1]).__name__ if len(loss) > 1 else 'missing'}. "
+            f"Count on tensors: (targets != -100).sum()"
+        )
+    if loss[1].is_complex():
+        raise TraceError(f"loss_fn returns (sum, count) of two real scalar tensors; found a count of {loss[1].dtype}")
+    return loss[1].detach().reshape(())
+
+
+class UserLines(TorchFunctionMode):
+    """Writes the user's file and line, and the submodule at work, into every node traced: `model.py:12 in blocks.0`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.modules = [""]
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(lambda _module, _args, name=name: self.modules.append(name))
+            module.register_forward_hook(self.leave, always_call=True)
+
+    def leave(self, *_: Any) -> None:
+        self.modules.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(LIBRARY_FOLDERS):
+            frame = frame.f_back
+        if frame is not None:
+            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            fx.traceback.set_stack_trace([f"{line} in {self.modules[-1]}" if self.modules[-1] else line])
+            if writes(func, args):
+                raise TraceError(
+                    f"the model writes in place ({func.__name__}) into a tensor of shape {tuple(args[0].shape)} that "
+                    f"it holds outside its parameters and buffers, at {line}: the write would be lost. Make it a "
+                    f"buffer (register_buffer), or write into a copy"
+                )
+            if func is Tensor.backward:
+                raise TraceError(
+                    f"the model or its loss runs a backward of its own (Tensor.backward) at {line}: its gradients "
+                    f"would be lost. Return the loss, or give its gradient in the backward of a torch.autograd.Function"
+                )
+            if any(isinstance(value, torch.Generator) for value in (*args, *(kwargs or {}).values())):
+                raise TraceError(
+                    f"the model draws random numbers from a torch.Generator ({func.__name__}) at {line}: one graph "
+                    f"cannot hold its state. Leave out generator=; a pipeline draws from (seed, step, microbatch, "
+                    f"place in the model), with the seed of run_local or bind. Numbers that are to be the same in "
+                    f"every forward are drawn in __init__ (register_buffer)"
+                )
+        # The fused layer of the CPU library keeps what its backward needs only where autograd sees it run.
+        fused = func is torch.lstm
+        with _torch.without_mkldnn() if fused else contextlib.nullcontext():
+            return func(*args, **(kwargs or {}))
+
+
+def writes(func: Any, args: Any) -> bool:
+    """Whether a torch function changes its first argument (`add_`, `__iadd__`, `__setitem__`), a tensor that the tracer
+    does not know. torch.func asks for gradients of what it wraps tensors in, which changes nothing."""
+    name = str(getattr(func, "__name__", ""))
+    if not ((name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"):
+        return False
+    inner = _torch.unwrapped(args[0])
+    return type(inner) is Tensor and (inner is args[0] or func is not Tensor.requires_grad_)

@@ -1,0 +1,139 @@
+"""Why a model cannot be traced: what failed, whether the example is to blame, and at which line of the user's."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from zbfx import _torch
+from zbfx.errors import TraceError, first_line
+
+WRAPPERS = (contextlib.__file__, functools.__file__)  # in the stack wherever code is decorated
+LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), *WRAPPERS)
+DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
+CHECKS_OF_ARGUMENTS = ("__init__", "_validate_sample")
+UNKNOWN_LINE = "an unknown line"
+FIT = (
+    "Give example_inputs and example_kwargs as the model's forward takes them, and example_targets as loss_fn does "
+    "after outputs"
+)
+
+aten = torch.ops.aten
+# Operators that take no mix of dtypes, which their kernels for fake tensors do not check.
+ONE_DTYPE = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.mv.default,
+    aten.addmv.default,
+    aten.dot.default,
+    aten.convolution.default,
+}
+
+
+def refuse(error: Exception, model: nn.Module, part: str, fails_alone: Callable[[], bool]) -> None:
+    """Raise the `TraceError` for what went wrong in tracing; `fails_alone`: in the plain model too, on the example.
+
+    `part` is what ran when it did: "the model", "loss_fn", or "the backward".
+    """
+    if isinstance(error, _torch.DATA_DEPENDENT_ERRORS):
+        raise TraceError(
+            f"the model decides by a tensor's value what to run next, which one graph cannot hold ({error}), "
+            f"at {user_line(error)}. {way_out(error)}"
+        ) from error
+    refuse_flex_attention(error)
+    if _torch.is_stray_fake(error):
+        raise TraceError(
+            "the model finds a tensor that an earlier forward made and kept outside of its modules' attributes "
+            "(functools.cache, a global, an object): one graph holds no first forward, and what is kept there now has "
+            "no data. Clear it (cache_clear()), and make the tensor in __init__ (register_buffer)"
+        ) from error
+    line, module = user_line(error), module_at_work(error, model)
+    at = f"in {part}" if line == UNKNOWN_LINE else f"at {line}" + (f" in {module}" if module else "")
+    if any("_higher_order_ops" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
+        raise TraceError(
+            f"the model runs an operator that holds graphs of its own, like torch.cond, at {line}: its backward cannot "
+            f"be split. Use torch.where, or take the decision outside the model"
+        ) from error
+    text = f"{type(error).__name__}: {first_line(error).removesuffix('.')}"
+    if not _torch.is_limit_of_fakes(error) and fails_alone():
+        change = "" if line == UNKNOWN_LINE else ", or change that line"
+        raise TraceError(
+            f"the arguments of the example do not fit {part}, which fails on them without zbfx too: {text}, {at}. "
+            f"{FIT}{change}"
+        ) from error
+    raise TraceError(
+        f"the model cannot be traced: {text}, {at}. Change that line, or "
+        f"make it an operator of its own (torch.library.custom_op with register_fake and register_autograd)"
+    ) from error
+
+
+def way_out(error: Exception) -> str:
+    """What to do about a decision by a tensor's value."""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename.startswith(DISTRIBUTIONS) and frame.name in CHECKS_OF_ARGUMENTS:
+            return (
+                "torch.distributions looks there whether its arguments are valid: pass validate_args=False, or call "
+                "torch.distributions.Distribution.set_default_validate_args(False)"
+            )
+    return "Use torch.where, or take the decision outside the model"
+
+
+def refuse_mixed_dtypes(graph: fx.Graph) -> None:
+    """Raise where an operator of the forward gets dtypes that its kernel refuses: an example of a dtype that the
+    parameters do not have."""
+    for node in graph.nodes:
+        values = [source.meta.get("val") for source in node.all_input_nodes] if node.target in ONE_DTYPE else []
+        dtypes = dict.fromkeys(str(value.dtype) for value in values if isinstance(value, Tensor))
+        if len(dtypes) > 1 and not node.meta.get("is_backward"):
+            operator = str(node.target).removesuffix(".default")
+            raise TraceError(
+                f"the arguments of the example do not fit the model: {operator} gets tensors of {' and '.join(dtypes)} "
+                f"at {node.meta.get('stack_trace') or UNKNOWN_LINE}, and takes one dtype. Give the example in the "
+                f"dtypes that a step will get, and convert either these tensors or the model (model.to(dtype))"
+            )
+
+
+def user_line(error: BaseException) -> str:
+    """File, line and text of the innermost frame that is neither torch's nor ours; else of the layer of torch."""
+    stack = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in stack if not frame.filename.startswith(LIBRARY_FOLDERS)]
+    frames = frames or [f for f in stack if "/nn/modules/" in f.filename and not f.filename.endswith("/module.py")]
+    return f"{frames[-1].filename}:{frames[-1].lineno} `{frames[-1].line}`" if frames else UNKNOWN_LINE
+
+
+def module_at_work(error: BaseException, model: nn.Module) -> str:
+    """The name of the innermost submodule whose method an error went through; "" for the model itself."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        found = names.get(id(frame.f_locals.get("self")), found)
+    return found
+
+
+def refuse_flex_attention(error: BaseException) -> None:
+    """The scores of flex_attention are a graph inside an operator."""
+    stack = traceback.extract_tb(error.__traceback__)
+    if any(frame.filename.endswith("/nn/attention/flex_attention.py") for frame in stack):
+        raise TraceError(
+            f"the model calls flex_attention, at {user_line(error)}: what it does to the scores is a graph inside an "
+            f"operator, whose backward cannot be split (and does not exist on a CPU). Use "
+            f"torch.nn.functional.scaled_dot_product_attention, with the scores' bias or mask as attn_mask"
+        ) from error
+
+
+def refuse_subclass(name: str, tensor: Any) -> None:
+    """A tensor made of other tensors, like DTensor, is not one value that a stage can hold or send."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        raise TraceError(
+            f"{name} is a {type(tensor).__name__}, a tensor made of other tensors; expected a plain torch.Tensor. "
+            f"Give the pipeline plain tensors (for a DTensor, `.to_local()` or `.full_tensor()`), and shard around it"
+        )

@@ -1,0 +1,318 @@
+"""Model, loss and an example microbatch -> `Joint`: one graph of forward, loss and backward.
+
+Nothing is allocated and nothing changes: the model is copied with fake tensors in place of its parameters and
+buffers, and the copy is traced.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from zbfx import _torch
+from zbfx.errors import TraceError, ZbfxError, listed
+from zbfx.graphs import Joint, Port, Role, copy_graph
+from zbfx.passes.sizes import inline_sizes
+from zbfx.trace.aliases import refuse_written
+from zbfx.trace.counters import numbers_of, refuse_counters
+from zbfx.trace.decompositions import RIGHT
+from zbfx.trace.effects import without_tokens
+from zbfx.trace.first_forward import take_made
+from zbfx.trace.objective import LOSS_PREFIX, MODEL_PREFIX, Objective
+from zbfx.trace.refusals import UNKNOWN_LINE, refuse, refuse_flex_attention, refuse_mixed_dtypes, refuse_subclass
+from zbfx.trace.signature import Signature
+from zbfx.trace.symbols import Sizes
+from zbfx.trace.tensor_parallel import fake_sharded, is_sharded, localize
+
+
+class KeptTensors(Exception):
+    """Tracing has failed, and the model has made tensors in the first pass that it may have found in the next."""
+
+
+TRACER = threading.RLock()
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """The tracer changes torch for the whole process while it runs: threads that compile take turns."""
+    with TRACER:
+        yield
+
+
+# A step may meet a new shape, and evaluate its first batch, where no gradients are asked for.
+@one_at_a_time()
+@_torch.without_looks_at_masks()
+@torch.inference_mode(mode=False)
+@torch.enable_grad()
+def trace(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor] | None,
+    example_inputs: tuple[Any, ...],
+    example_kwargs: dict[str, Any],
+    example_targets: tuple[Any, ...],
+    *,
+    device: torch.device,
+    evaluation: bool = False,
+    sizes: Sizes | None = None,
+    undo: Callable[[nn.Module, Any], None] = lambda *_: None,
+) -> tuple[Joint, Signature]:
+    """The joint graph of one microbatch on `device`, and the structure of the call.
+
+    Parameters and inputs may live on the meta device. Raises `TraceError` where the model needs values of tensors
+    to decide what to run, or has no loss to differentiate: the message names the user's line. `sizes` says which sizes
+    of the microbatch are symbols; those that the model computes from them are arguments of the graph's nodes. `undo`
+    takes out of a copy of model and loss what plain forwards have made since an earlier trace.
+    """
+    signature = Signature.of(example_inputs, example_kwargs, example_targets)
+    for spec, example in zip(
+        signature.tensors, signature.flatten((*example_inputs, *example_targets), example_kwargs), strict=True
+    ):
+        refuse_subclass(spec.name, example)
+    fake_mode = _torch.FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.env if sizes else None)
+    with fake_mode:
+        inputs = [
+            torch.empty_strided(
+                *(sizes.layout(index) if sizes else (spec.shape, spec.stride)), dtype=spec.dtype, device=device
+            )
+            for index, spec in enumerate(signature.tensors)
+        ]
+
+    def objective_of(*, traced: bool = True) -> Objective:
+        copies = fake_copies(model, loss_fn, fake_mode, device)
+        undo(*copies)
+        objective = Objective(*copies, signature, traced=traced)
+        return objective.eval() if evaluation else objective
+
+    def fails_alone() -> bool:
+        """Whether plain PyTorch fails on these arguments too, on tensors without data."""
+        try:
+            with fake_mode, torch.enable_grad():
+                objective_of(traced=False).losses(tuple(inputs))
+        except Exception:
+            return True
+        return False
+
+    def captured(objective: Objective) -> fx.GraphModule:
+        try:
+            with fake_mode, _torch.without_fake_logs(), _torch.decomposing(RIGHT):
+                return without_tokens(_torch.capture_joint(objective, inputs))
+        except ZbfxError as error:
+            refuse_flex_attention(error)
+            raise
+        except Exception as error:
+            if objective.first.made() and not objective.starts_afresh:
+                raise KeptTensors from error
+            with _torch.without_fake_logs():
+                refuse(error, objective.model, objective.part, fails_alone)
+            raise
+
+    objective = objective_of()
+    before = numbers_of(objective)
+    try:
+        module = captured(objective)
+        refuse_counters(before, numbers_of(objective), module, objective_of, captured)
+    except KeptTensors:
+        objective, module = afresh(objective_of, captured)
+    refuse_mixed_dtypes(module.graph)
+    if any(map(is_sharded, model.parameters())):
+        module = localize(module)
+    canonical = canonical_names(model, loss_fn)
+    joint = as_joint(module, signature, canonical, objective.leaves)
+    joint = replace(joint, replaced=frozenset(canonical[name] for name in objective.replaced))
+    refuse_written(named_tensors(model, loss_fn), joint)
+    return (inline_sizes(joint) if sizes else joint), signature
+
+
+def afresh(
+    objective_of: Callable[[], Objective], captured: Callable[[Objective], fx.GraphModule]
+) -> tuple[Objective, fx.GraphModule]:
+    """Trace a model that finds tensors of its last forward, as if each were its first (`zbfx.trace.first_forward`)."""
+    objective = objective_of()
+    objective.starts_afresh = True
+    module = captured(objective)
+    changing = take_made(module, objective.results, objective.made)
+    if not changing:
+        return objective, module
+    places = {name: line for name, (_, line) in objective.first.made().items()}
+    objective = objective_of()
+    objective.starts_afresh, objective.first.leave = True, tuple(changing)
+    try:
+        module = captured(objective)
+    except TraceError as error:
+        found = listed(f"{name} (set at {line})" if (line := places.get(name)) else name for name in changing)
+        raise TraceError(
+            f"the model makes {found} in its first forward and finds it in the next, made from the microbatch, from "
+            f"parameters, from buffers that it writes, or at random: one graph holds no first forward. Make it in "
+            f"__init__ (register_buffer), or run the model once before compile: a tensor that it has then is one of "
+            f"the pipeline's buffers"
+        ) from error
+    take_made(module, objective.results, objective.made)
+    return objective, module
+
+
+def named_tensors(model: nn.Module, loss_fn: Any) -> dict[str, Tensor]:
+    """Every parameter and buffer under each of its names; those of a loss module begin with `loss_fn.`."""
+    named = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+        **{name: tensor for _, _, name, tensor in plain_tensors(model)},
+    }
+    if isinstance(loss_fn, nn.Module):
+        named |= {LOSS_PREFIX + name: tensor for name, tensor in named_tensors(loss_fn, None).items()}
+    return named
+
+
+def plain_tensors(model: nn.Module) -> list[tuple[nn.Module, str, str, Tensor]]:
+    """Tensors that modules hold as plain attributes: module, attribute, qualified name and tensor."""
+    return [
+        (module, attribute, f"{prefix}.{attribute}" if prefix else attribute, value)
+        for prefix, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, Tensor)
+    ]
+
+
+def canonical_names(model: nn.Module, loss_fn: Any) -> dict[str, str]:
+    """For each name of a parameter or buffer, the first name of the same tensor: what `named_parameters()` says."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named_tensors(model, loss_fn).items()}
+
+
+def fake_like(tensor: Tensor, fake_mode: Any, device: torch.device) -> Tensor:
+    """A fake tensor of the same size, strides and dtype on `device`; a parameter gives a parameter."""
+    with fake_mode:
+        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake
+
+
+def fake_copies(model: nn.Module, loss_fn: Any, fake_mode: Any, device: torch.device) -> tuple[nn.Module, Any]:
+    """Copies of model and loss whose parameters and buffers are fake: tensors that were one stay one.
+
+    In the copies, tensors that are plain attributes are buffers, so that the pipeline reads and writes the live ones.
+    """
+    memo: dict[int, Any] = {}
+    for name, tensor in named_tensors(model, loss_fn).items():
+        if id(tensor) in memo:
+            continue
+        if is_sharded(tensor):
+            memo[id(tensor)] = fake_sharded(tensor, fake_mode, device)  # type: ignore[arg-type]
+            memo[id(tensor.device_mesh)] = tensor.device_mesh  # type: ignore[attr-defined]
+            continue
+        refuse_subclass(name, tensor)
+        memo[id(tensor)] = fake_like(tensor, fake_mode, device)
+    fakes = dict(memo)
+    try:
+        fake_model = copy.deepcopy(model, memo)
+        fake_loss_fn = copy.deepcopy(loss_fn, memo) if isinstance(loss_fn, nn.Module) else loss_fn
+        for copied in (fake_model, fake_loss_fn):
+            for module, attribute, _, tensor in plain_tensors(copied) if isinstance(copied, nn.Module) else ():
+                delattr(module, attribute)
+                module.register_buffer(attribute, tensor, persistent=False)
+        return fake_model, fake_loss_fn
+    except Exception as error:
+        where = f" for {listed(found)}" if (found := attributes_without_copy(model, fakes)) else ""
+        raise TraceError(
+            f"tracing works on a copy, so that the model stays untouched, and copy.deepcopy of it failed{where}: "
+            f"{type(error).__name__}: {error}. Keep what cannot be copied out of the module's attributes, such as "
+            "results of an earlier forward"
+        ) from error
+
+
+def attributes_without_copy(model: nn.Module, memo: Mapping[int, Any]) -> list[str]:
+    """The qualified names of the attributes of modules that `copy.deepcopy` fails for."""
+    found = []
+    for prefix, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute != "_modules":
+                try:
+                    copy.deepcopy(value, dict(memo))
+                except Exception:
+                    found.append(f"{prefix}.{attribute}" if prefix else attribute)
+    return found
+
+
+def as_joint(
+    module: fx.GraphModule, signature: Signature, canonical: Mapping[str, str], leaves: Sequence[Tensor]
+) -> Joint:
+    """Read the roles off the tracer's descriptors; lift tensor constants to inputs, none of which may be one of the
+    `leaves`, to which gradients flow; give tied tensors one name."""
+    graph = copy_graph(module.graph)
+    inputs = [input_port(node.meta["desc"], signature, canonical) for node in graph.find_nodes(op="placeholder")]
+    constants: dict[str, Tensor] = {}
+    first_call = next(node for node in graph.nodes if node.op != "placeholder")
+    placeholders: dict[str, fx.Node] = {}
+    for node in graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        if name not in placeholders:
+            with graph.inserting_before(first_call):
+                placeholders[name] = graph.placeholder(name)
+            placeholders[name].meta = dict(node.meta)
+            constants[name] = getattr(module, name)
+            inputs.append(Port(Role.CONSTANT, name))
+        node.replace_all_uses_with(placeholders[name])
+        graph.erase_node(node)
+    refuse_learning({name: t for name, t in constants.items() if any(t is leaf for leaf in leaves)}, placeholders)
+    output = graph.output_node()
+    kept = [
+        (value, output_port(value, description, signature, canonical))
+        for value, description in zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
+        if value is not None
+    ]
+    if not any(port.role is Role.GRADIENT for _, port in kept):
+        raise TraceError(
+            "the loss is a parameter itself, or a view of one, which the tracer takes for no result: "
+            "found no gradient of any parameter. Return a copy (`loss.clone()`)"
+        )
+    output.args = (tuple(value for value, _ in kept),)
+    return Joint(graph, tuple(inputs), tuple(port for _, port in kept), constants)
+
+
+def refuse_learning(constants: Mapping[str, Tensor], placeholders: Mapping[str, fx.Node]) -> None:
+    """Tensors that the code finds elsewhere are constants of the graph: what would train them in plain PyTorch would be
+    lost."""
+    for name, tensor in constants.items():
+        lines = [user.meta["stack_trace"] for user in placeholders[name].users if user.meta.get("stack_trace")]
+        raise TraceError(
+            f"a tensor of shape {tuple(tensor.shape)} that requires a gradient is read at "
+            f"{lines[0] if lines else 'an unknown line'}, and would get none: it is no parameter that the model or its "
+            f"loss holds under a name. Make it an attribute (nn.Parameter, nn.ParameterList), pass a loss that is an "
+            f"nn.Module and holds it, or read its .detach()"
+        )
+
+
+def input_port(description: Any, signature: Signature, canonical: Mapping[str, str]) -> Port:
+    match description:
+        case _torch.ParamAOTInput(target=target):
+            return Port(Role.PARAMETER, canonical[target.removeprefix(MODEL_PREFIX)])
+        case _torch.BufferAOTInput(target=target):
+            return Port(Role.BUFFER, canonical[target.removeprefix(MODEL_PREFIX)])
+        case _torch.PlainAOTInput(idx=index):
+            return Port(Role.INPUT, signature.tensors[index].name)
+        case _torch.TangentAOTInput():
+            return Port(Role.LOSS_GRADIENT, "loss")
+    raise TraceError(f"the model has an input that zbfx does not know: {description}")
+
+
+def output_port(value: fx.Node, description: Any, signature: Signature, canonical: Mapping[str, str]) -> Port:
+    match description:
+        case _torch.PlainAOTOutput(idx=index):
+            return Port(Role.LOSS, "loss") if index == 0 else Port(Role.COUNT, "count")
+        case _torch.GradAOTOutput(grad_of=_torch.ParamAOTInput(target=target)):
+            return Port(Role.GRADIENT, canonical[target.removeprefix(MODEL_PREFIX)])
+        case _torch.InputMutationAOTOutput(mutated_input=_torch.BufferAOTInput(target=target)):
+            return Port(Role.BUFFER_UPDATE, canonical[target.removeprefix(MODEL_PREFIX)])
+        case _torch.InputMutationAOTOutput(mutated_input=mutated):
+            raise TraceError(
+                f"the model writes in place into the {input_port(mutated, signature, canonical)}, at "
+                f"{value.meta.get('stack_trace') or UNKNOWN_LINE}; write into a copy (`x = x.clone()`) or a buffer"
+            )
+    raise TraceError(f"the model has an output that zbfx does not know: {description}")
