@@ -99,3 +99,11 @@ def storage_owner(node: fx.Node) -> fx.Node:
 def stored_bytes(nodes: Iterable[fx.Node]) -> int:
     """Bytes of the storages behind these values, each storage once."""
     return sum(value_bytes(owner) for owner in {storage_owner(node) for node in nodes})
+
+
+def storage_bytes(tensor: Tensor) -> int:
+    """Bytes from the tensor's first entry to its last: what an operator allocates for it."""
+    if not tensor.numel():
+        return 0
+    extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(extent) * tensor.element_size()

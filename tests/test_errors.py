@@ -18,7 +18,7 @@ import zbfx
 from tests.support.models import Problem, gpt, mean_squares, mlp, numbers, squares
 from tests.support.reference import assert_same, compiled, reference, stepped
 from zbfx import InputError, InvalidSchedule, NoFeasibleSchedule, PipelineFault, TraceError, ZbfxError
-from zbfx.arguments import placement_of
+from zbfx.options import placement_of
 
 WIDTH = 6
 

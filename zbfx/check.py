@@ -20,6 +20,7 @@ from zbfx.passes.canonicalize import allow_any_strides, canonicalize
 from zbfx.passes.nodes import is_random
 from zbfx.passes.positions import line_up
 from zbfx.plan import Action, Kind
+from zbfx.program import ops
 from zbfx.program.codegen import Program, generate
 from zbfx.runtime.engine import local_runners, take_turns
 from zbfx.runtime.runner import Tensors
@@ -110,7 +111,7 @@ def compared(pipe: Pipeline, values: Values, seed: int, tolerance: float, floor:
     """The report on two microbatches of these values."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     tensors, rows = random_data(pipe, generator, values)
-    microbatches = [transports.Microbatch(row, rng.mix(seed, index)) for index, row in enumerate(rows)]
+    microbatches = [ops.Microbatch(row, rng.mix(seed, index)) for index, row in enumerate(rows)]
     loss_gradient = torch.tensor(1.0 / len(rows), dtype=pipe.reduction.dtype, device=pipe.device)
     with torch.autocast(pipe.device.type, enabled=False):
         expected = joint_results(pipe.joint, copied(tensors), microbatches, loss_gradient)
@@ -248,7 +249,7 @@ def repeated_draws(joint: Joint) -> dict[str, str]:
 
 @torch.no_grad()
 def joint_results(
-    joint: Joint, tensors: Tensors, microbatches: list[transports.Microbatch], loss_gradient: Tensor
+    joint: Joint, tensors: Tensors, microbatches: list[ops.Microbatch], loss_gradient: Tensor
 ) -> dict[str, Tensor]:
     """Losses, summed gradients and final buffers of the unsplit graph."""
     graph = copy_graph(joint.graph)
@@ -271,9 +272,7 @@ def joint_results(
     return results
 
 
-def port_value(
-    role: Role, name: str, tensors: Tensors, microbatch: transports.Microbatch, loss_gradient: Tensor
-) -> Tensor:
+def port_value(role: Role, name: str, tensors: Tensors, microbatch: ops.Microbatch, loss_gradient: Tensor) -> Tensor:
     if role is Role.INPUT:
         return microbatch.inputs[name]
     if role is Role.CONSTANT:
@@ -283,7 +282,7 @@ def port_value(
 
 @torch.no_grad()
 def split_results(
-    pipe: Pipeline, tensors: Tensors, microbatches: list[transports.Microbatch], loss_gradient: Tensor
+    pipe: Pipeline, tensors: Tensors, microbatches: list[ops.Microbatch], loss_gradient: Tensor
 ) -> dict[str, Tensor]:
     """The same from the stages' F, B and W, on all ranks of the pipeline, in this process."""
     runners = local_runners(pipe, apart(pipe, len(microbatches)), tensors, transports.Mailbox())

@@ -12,21 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbfx.arguments import (
-    checked_cuts,
-    checked_device,
-    checked_examples,
-    checked_limit,
-    checked_model,
-    checked_overlap,
-    checked_rebalance,
-    checked_schedule,
-    device_of,
-    finite_number,
-    levels_of,
-    placements_of,
-    whole_number,
-)
+from zbfx.arguments import finite_number, whole_number
 from zbfx.comm.channels import Channels, checked_transport
 from zbfx.comm.place import Place, find_place
 from zbfx.comm.together import on_all_ranks, waiting
@@ -37,6 +23,19 @@ from zbfx.errors import ZbfxError
 from zbfx.fit import Request, fit
 from zbfx.graphs import Joint, Stage
 from zbfx.memory.predict import ADAM_SLOTS, MemoryReport, Predictor, RankMemory, Setting, free_bytes
+from zbfx.options import (
+    checked_cuts,
+    checked_device,
+    checked_examples,
+    checked_limit,
+    checked_model,
+    checked_overlap,
+    checked_rebalance,
+    checked_schedule,
+    device_of,
+    levels_of,
+    placements_of,
+)
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.recompute import Level
 from zbfx.plan import CostTable, Schedule

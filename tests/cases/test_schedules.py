@@ -12,8 +12,8 @@ from tests.cases.common import WIDTH, layers
 from tests.support.models import Problem, gpt, numbers, squares
 from tests.support.reference import compiled
 from zbfx import InvalidSchedule, Kind, ZbfxError
-from zbfx.comm import transports
 from zbfx.plan import CostTable, Edge, StageCost
+from zbfx.program import ops
 from zbfx.schedule import plan, simulate
 
 V_COSTS = CostTable(
@@ -48,7 +48,7 @@ def test_case_54_nothing_waits_for_a_value_of_another_action(schedule: str) -> N
     pipe = compiled(problem, 4, 4, schedule=schedule, stages_per_rank=2, check=False)
     sent: dict[tuple[int, int], list[str]] = {}
     for program in pipe.programs:
-        for node in program.module.graph.find_nodes(op="call_function", target=transports.send):
+        for node in program.module.graph.find_nodes(op="call_function", target=ops.send):
             message = program.messages[str(node.args[1])]
             sent.setdefault((message.source, message.target), []).append(message.key)
     for program in pipe.programs:
@@ -56,11 +56,11 @@ def test_case_54_nothing_waits_for_a_value_of_another_action(schedule: str) -> N
         received: dict[int, list[str]] = {}
         waiting: list[torch.fx.Node] = []
         for node in program.module.graph.nodes:
-            if node.target in (transports.post, transports.receive):
+            if node.target in (ops.post, ops.receive):
                 message = program.messages[str(node.args[1])]
-                order = posted if node.target is transports.post else received
+                order = posted if node.target is ops.post else received
                 order.setdefault(message.source, []).append(message.key)
-            if node.target is transports.receive and message.consumer is not None:
+            if node.target is ops.receive and message.consumer is not None:
                 waiting.append(node)
             elif node.op == "call_module" and node.meta.get("action"):
                 read = {source.args[0] for source in node.all_input_nodes if source.op == "call_function"}

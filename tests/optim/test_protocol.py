@@ -10,7 +10,7 @@ import pytest
 from tests.support.models import mirrored
 from tests.support.optimizers import same_bits, train
 from tests.support.reference import compiled
-from zbfx.comm import transports
+from zbfx.program import ops
 
 RANKS, MICROBATCHES = 4, 6
 
@@ -47,10 +47,6 @@ def test_a_prefix_posts_what_prefixes_send_alone(schedule: str) -> None:
     problem = mirrored(MICROBATCHES)
     pipe = compiled(problem, RANKS, MICROBATCHES, schedule=schedule)
     for program in pipe.validated(tuple(range(RANKS)), state_size=1).programs:
-        posts = [
-            str(n.args[1])
-            for n in list(program.module.graph.nodes)[: program.verdict[0]]
-            if n.target is transports.post
-        ]
+        posts = [str(n.args[1]) for n in list(program.module.graph.nodes)[: program.verdict[0]] if n.target is ops.post]
         assert {program.messages[key].producer for key in posts} <= program.chain.early
         assert posts or program.rank == 0

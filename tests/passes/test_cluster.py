@@ -12,10 +12,10 @@ from torch import fx
 import zbfx
 from tests.support.models import Maker, gpt, gpt2, mlp, unet_batch_norm
 from tests.support.reference import compiled, rescheduled, stepped
-from zbfx.comm import transports
 from zbfx.costs.estimate import Link
 from zbfx.passes.cluster import inseparable, part
 from zbfx.plan import Kind
+from zbfx.program import ops
 from zbfx.program.calls import GradientBucket, PhaseCall
 from zbfx.replicas import replicated
 
@@ -66,7 +66,7 @@ def calls_and_sums(program: zbfx.program.codegen.Program) -> list[tuple[str, set
             module = program.module.get_submodule(str(node.target))
             if isinstance(module, PhaseCall):
                 found.append(("call", set(module.phase.gradients)))
-        elif node.target is transports.reduce:
+        elif node.target is ops.reduce:
             assert isinstance(node.args[2], fx.Node)
             bucket = program.module.get_submodule(str(node.args[2].target))
             assert isinstance(bucket, GradientBucket)
@@ -87,7 +87,7 @@ def test_each_sum_starts_right_after_the_last_w_of_its_bucket(schedule: str) -> 
             assert all(found[k][0] == "sum" for k in range(max(before) + 1, index)), "right after its last call"
         calls = [index for index, (kind, _) in enumerate(found) if kind == "call"]
         assert [index for index in sums if index > calls[-1]] == sums[-1:], "the last sum alone is after the last W"
-        waits = program.module.graph.find_nodes(op="call_function", target=transports.reduced)
+        waits = program.module.graph.find_nodes(op="call_function", target=ops.reduced)
         assert len(waits) == len(sums)
 
 

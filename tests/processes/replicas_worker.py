@@ -24,8 +24,8 @@ import zbfx
 from tests.processes.worker import LIMIT_S, main, refusal, train
 from tests.support.models import Maker, Problem, gpt, gpt2, mlp
 from tests.support.reference import compiled, loss_of, relative_error, rescheduled
-from zbfx.arguments import placement_of
 from zbfx.optim import PostValidated
+from zbfx.options import placement_of
 from zbfx.runtime import rank_step
 from zbfx.schedule import names
 from zbfx.schedule.orders.registry import SEARCHED

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 import zbfx
 from zbfx import rng
 from zbfx.comm import transports
+from zbfx.program import ops
 from zbfx.program.messages import Message
 from zbfx.runtime.engine import take_turns
 from zbfx.runtime.runner import RankRunner, Wait
@@ -81,9 +82,7 @@ class HoldingTransport(transports.LocalTransport):
 
     def send(self, key: str, values: tuple[Tensor, ...]) -> None:
         layouts = self.messages[key].layouts
-        self.held[key] = tuple(
-            transports.laid_out(value, layout) for value, layout in zip(values, layouts, strict=True)
-        )
+        self.held[key] = tuple(ops.laid_out(value, layout) for value, layout in zip(values, layouts, strict=True))
         self.counter.paused = True
         super().send(key, tuple(value.clone() for value in self.held[key]))
         self.counter.paused = False
@@ -116,9 +115,7 @@ def measured_peaks(pipe: zbfx.Pipeline, rows: Sequence[Sequence[Tensor]], steps:
         transport = HoldingTransport(program.messages, mailbox, counter)
         runners.append(RankRunner(program, tensors, transport, adds))
     microbatches = [
-        transports.Microbatch(
-            {s.name: transports.laid_out(t, s) for s, t in zip(specs, row, strict=True)}, rng.mix(0, k)
-        )
+        ops.Microbatch({s.name: ops.laid_out(t, s) for s, t in zip(specs, row, strict=True)}, rng.mix(0, k))
         for k, row in enumerate(rows)
     ]
     scale = torch.ones((), dtype=pipe.reduction.dtype) / len(rows)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from tests.support.models import Problem, mlp, numbers, squares
 from tests.support.reference import assert_same, compiled, reference
 from zbfx import InputError, ZbfxError, check
-from zbfx.trace.guard import Guard, Watch
+from zbfx.runtime.watch import Watch
+from zbfx.trace.guard import Guard
 
 WIDTH = 6
 

@@ -1,122 +1,19 @@
-"""What a rank program calls to exchange values, and the two transports behind it: one process, or torch.distributed.
-
-Nothing here is global: programs get their transport as an argument.
-"""
+"""The two transports of rank programs (`zbfx.program.ops`): within one process, and over torch.distributed."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zbfx.comm.channels import Channels, Transfer
 from zbfx.comm.together import waiting
-
-if TYPE_CHECKING:
-    from zbfx.comm.channels import Channels, Transfer
-    from zbfx.program.messages import Message, TensorLayout
-    from zbfx.trace.signature import TensorSpec
-
-
-class Microbatch(NamedTuple):
-    """The tensors of one microbatch by name, and the seed of its random numbers."""
-
-    inputs: Mapping[str, Tensor]
-    seed: int
-
-
-class Transport(Protocol):
-    """Moves messages between the ranks of a pipeline; `key` names a message of the rank's program, `name` the rank.
-
-    Messages of one channel, from one rank to another, arrive in the order of sending, and in that order they must be
-    posted. `ready`: `receive`, or `release` of what was sent, need not wait. `sent`: what is not released yet.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def sent(self) -> Collection[str]: ...
-
-    def post(self, key: str) -> None: ...
-
-    def ready(self, key: str) -> bool: ...
-
-    def receive(self, key: str) -> tuple[Tensor, ...]: ...
-
-    def send(self, key: str, values: tuple[Tensor, ...]) -> None: ...
-
-    def release(self, key: str) -> None: ...
-
-    def reduce(self, key: str, gradients: Tensor) -> None: ...
-
-    def reduced(self, key: str) -> None: ...
-
-    def gather(self, key: str, parameters: Tensor) -> None: ...
-
-    def gathered(self, key: str) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def drop(self) -> None: ...
-
-    def posted_once(self, key: str) -> None: ...
-
-    def join(self) -> set[str]: ...
-
-
-def post(transport: Transport, key: str) -> None:
-    """Get ready for a message that will be received."""
-    transport.post(key)
-
-
-def receive(transport: Transport, key: str) -> tuple[Tensor, ...]:
-    """The values of a message."""
-    return transport.receive(key)
-
-
-def send(transport: Transport, key: str, values: tuple[Tensor, ...]) -> None:
-    """Hand values over to another rank; they may still be on their way when this returns."""
-    transport.send(key, values)
-
-
-def release(transport: Transport, key: str) -> None:
-    """Wait until a sent message has arrived, and let go of its values."""
-    transport.release(key)
-
-
-def reduce(transport: Transport, key: str, gradients: Tensor) -> None:
-    """Start to sum a flat tensor of gradients over the replicas, in place."""
-    transport.reduce(key, gradients)
-
-
-def reduced(transport: Transport, key: str) -> None:
-    """Wait until a sum over the replicas is there."""
-    transport.reduced(key)
-
-
-def gather(transport: Transport, key: str, parameters: Tensor) -> None:
-    """Start to collect the replicas' shards of a flat tensor of parameters, in place."""
-    transport.gather(key, parameters)
-
-
-def gathered(transport: Transport, key: str) -> None:
-    """Wait until all shards are there."""
-    transport.gathered(key)
-
-
-def laid_out(value: Tensor, layout: TensorLayout | TensorSpec) -> Tensor:
-    """The value with the strides that the receiver's graph was traced with."""
-    assert value.shape == layout.shape, (value.shape, layout)
-    assert value.dtype == layout.dtype, (value.dtype, layout)
-    if value.stride() == layout.stride:
-        return value
-    result = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=value.device)
-    return result.copy_(value)
+from zbfx.program.messages import Message
+from zbfx.program.ops import laid_out
 
 
 def flat(value: Tensor) -> Tensor:

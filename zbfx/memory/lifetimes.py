@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from zbfx._torch import same_storage
 from zbfx.graphs import Phase, Stage
 from zbfx.passes.canonicalize import OVERSIZED
-from zbfx.passes.nodes import is_view, tensors, value_bytes
+from zbfx.passes.nodes import is_view, storage_bytes, tensors, value_bytes
 from zbfx.plan import Kind
 from zbfx.rng import seeded
 
@@ -124,14 +124,6 @@ def writes_first(node: fx.Node) -> bool:
     """Whether the op writes into its first argument, and returns it."""
     schema = getattr(node.target, "_schema", None)
     return bool(schema and schema.arguments and schema.arguments[0].is_write)
-
-
-def storage_bytes(tensor: Tensor) -> int:
-    """Bytes from the tensor's first entry to its last: what an operator allocates for it."""
-    if not tensor.numel():
-        return 0
-    extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(extent) * tensor.element_size()
 
 
 def rounded(size: int, granule: int) -> int:

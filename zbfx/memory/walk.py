@@ -15,14 +15,13 @@ from typing import Any
 
 from torch import fx, nn
 
-from zbfx.comm import transports
 from zbfx.memory.lifetimes import Effect, Lifetimes, Slot, call_effect, rounded
 from zbfx.plan import Action
-from zbfx.program import streams
+from zbfx.program import ops, streams
+from zbfx.program.boxed import dying_values
 from zbfx.program.calls import AddToGradient, Gradient, GradientBucket, PartialSum, PhaseCall
 from zbfx.program.codegen import Program
 from zbfx.program.relays import Bound
-from zbfx.runtime.runner import dying_values
 
 # Modules that read and write gradients alone, or, for the optimizer, a few numbers.
 STATIC = (PartialSum, AddToGradient, Gradient, GradientBucket, Bound)
@@ -95,24 +94,24 @@ class Walk:
         if node.op == "placeholder":
             return None
         key = str(node.args[1])
-        if node.target is transports.post:
+        if node.target is ops.post:
             sizes = [layout_bytes(layout) for layout in self.program.messages[key].layouts]
             self.posted[key] = tuple(self.new(size, "receives") for size in sizes)
             count(self.posted[key])
-        elif node.target is transports.receive:
+        elif node.target is ops.receive:
             received = self.posted.pop(key)
             release(received)  # what calls this holds it
             return received
-        elif node.target is transports.send:
+        elif node.target is ops.send:
             self.sent[key] = self.on_its_way(key, node.args[2])  # type: ignore[arg-type]
             count(self.sent[key])
-        elif node.target is transports.release:
+        elif node.target is ops.release:
             self.drop(self.sent.pop(key))
         elif node.target in (
-            transports.reduce,
-            transports.reduced,
-            transports.gather,
-            transports.gathered,
+            ops.reduce,
+            ops.reduced,
+            ops.gather,
+            ops.gathered,
             streams.join,
         ):
             return None  # in place, on gradients; what a call on another stream reads is held until here

@@ -5,7 +5,7 @@ Called with plain arguments, everything that a phase reads would live until it r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -70,3 +70,13 @@ def compiled(phase: Phase) -> Boxed:
         return made[layouts](box)
 
     return run
+
+
+def dying_values(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """For each node, the values that nothing after it reads."""
+    last_use = {source: index for index, node in enumerate(nodes) for source in (node, *node.all_input_nodes)}
+    dying: list[list[fx.Node]] = [[] for _ in nodes]
+    for node, index in last_use.items():
+        if node.op != "output":
+            dying[index].append(node)
+    return dying

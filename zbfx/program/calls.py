@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zbfx.comm import transports
 from zbfx.graphs import Phase, Stage
 from zbfx.plan import Kind
+from zbfx.program import ops
 from zbfx.program.boxed import Boxed, boxed
 from zbfx.program.reductions import Bucket
 
@@ -97,11 +97,11 @@ class PhaseCall(nn.Module):
         self.ports: list[Tensor | str] = []  # a tensor, or the name of an input of the microbatch
         self.accumulators: list[Tensor] = []
 
-    def forward(self, microbatch: transports.Microbatch, *args: Any) -> tuple[Any, ...]:
+    def forward(self, microbatch: ops.Microbatch, *args: Any) -> tuple[Any, ...]:
         return self.take([microbatch, *args])
 
     def take(self, box: list[Any]) -> tuple[Any, ...]:
-        microbatch: transports.Microbatch = box[0]
+        microbatch: ops.Microbatch = box[0]
         inside: list[Any] = [microbatch.inputs[port] if isinstance(port, str) else port for port in self.ports]
         inside += [box[1 + i] if k is None else box[1 + i][k] for i, k in self.places]
         inside += self.accumulators

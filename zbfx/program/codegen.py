@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
-from zbfx.comm import transports
 from zbfx.graphs import Phase, Stage
 from zbfx.plan import Action, Kind, Schedule, parts
-from zbfx.program import streams
+from zbfx.program import ops, streams
 from zbfx.program.calls import (
     AddToGradient,
     Gradient,
@@ -143,20 +142,20 @@ class RankProgram:
         for position, (action, phase) in enumerate(calls):
             self.look_at_verdict(position, posts)
             for message in releases[position] if position < whole else ():
-                self.graph.call_function(transports.release, (self.transport, message.key))
+                self.graph.call_function(ops.release, (self.transport, message.key))
             self.post(posts, position)
             self.pass_on_loss(position)
             joins = self.fork(self.guests[action]) if action in self.guests else ()
             for message in received[action]:
-                node = self.graph.call_function(transports.receive, (self.transport, message.key))
+                node = self.graph.call_function(ops.receive, (self.transport, message.key))
                 self.unpack(node, message.names, action.microbatch)
             for bucket in reads.get(position, ()):
-                self.graph.call_function(transports.gathered, (self.transport, bucket.key))
+                self.graph.call_function(ops.gathered, (self.transport, bucket.key))
             if action not in self.beside:
                 self.compute(action, phase)
             for message in sent[action]:
                 values = tuple(self.nodes[name, action.microbatch] for name in message.names)
-                self.graph.call_function(transports.send, (self.transport, message.key, values))
+                self.graph.call_function(ops.send, (self.transport, message.key, values))
             if joins:
                 self.graph.call_function(streams.join, joins)
             final[self.beside.get(action, action)] += starts.get(position, ())
@@ -170,7 +169,7 @@ class RankProgram:
         exchanged = self.exchange_shared_gradients()
         for bucket in reductions.buckets:
             if not bucket.shared:
-                self.graph.call_function(transports.reduced, (self.transport, bucket.key))
+                self.graph.call_function(ops.reduced, (self.transport, bucket.key))
         self.graph.output((*self.losses(), *self.batch_loss))
         self.graph.lint()
         module = fx.GraphModule(self.modules, self.graph, f"Rank{self.rank}")
@@ -191,14 +190,14 @@ class RankProgram:
 
     def post(self, posts: dict[int, list[Message]], position: int) -> None:
         for message in posts.pop(position, ()):
-            self.graph.call_function(transports.post, (self.transport, message.key))
+            self.graph.call_function(ops.post, (self.transport, message.key))
 
     def look_at_verdict(self, position: int, posts: dict[int, list[Message]]) -> None:
         """Before the action at the end of the prefix, where an optimizer step is validated."""
         if self.part.validates and position == self.part.prefix:
             here = posts.get(position, ())
             for message in [m for m in here if m in self.part.dropped and m.source in self.part.later]:
-                self.graph.call_function(transports.post, (self.transport, message.key))
+                self.graph.call_function(ops.post, (self.transport, message.key))
                 posts[position].remove(message)
             begin = len(self.graph.nodes)
             self.relay.verdict()
@@ -224,15 +223,15 @@ class RankProgram:
 
     def reduce(self, bucket: Bucket) -> None:
         """Start to sum a bucket over the replicas."""
-        name = f"gradients_{len(self.graph.find_nodes(op='call_function', target=transports.reduce))}"
+        name = f"gradients_{len(self.graph.find_nodes(op='call_function', target=ops.reduce))}"
         self.modules[name] = GradientBucket(bucket)
-        self.graph.call_function(transports.reduce, (self.transport, bucket.key, self.graph.call_module(name)))
+        self.graph.call_function(ops.reduce, (self.transport, bucket.key, self.graph.call_module(name)))
 
     def gather(self, bucket: Bucket) -> None:
         """Start to collect a bucket's parameters from the replicas."""
-        name = f"parameters_{len(self.graph.find_nodes(op='call_function', target=transports.gather))}"
+        name = f"parameters_{len(self.graph.find_nodes(op='call_function', target=ops.gather))}"
         self.modules[name] = ParameterBucket(bucket)
-        self.graph.call_function(transports.gather, (self.transport, bucket.key, self.graph.call_module(name)))
+        self.graph.call_function(ops.gather, (self.transport, bucket.key, self.graph.call_module(name)))
 
     def fork(self, action: Action) -> tuple[fx.Node, ...]:
         """Start a W on the second stream; returns the arguments of its join."""
@@ -297,10 +296,10 @@ class RankProgram:
         }
         for message in messages.values():
             if message.target == self.rank:
-                self.graph.call_function(transports.post, (self.transport, message.key))
+                self.graph.call_function(ops.post, (self.transport, message.key))
         for (name, stage, _), message in messages.items():
             if message.source == self.rank:
-                self.graph.call_function(transports.send, (self.transport, message.key, (sums[name, stage],)))
+                self.graph.call_function(ops.send, (self.transport, message.key, (sums[name, stage],)))
         for (name, stage, _), message in messages.items():
             if message.target == self.rank:
                 sums[name, stage] = self.receive_one(message)
@@ -317,19 +316,19 @@ class RankProgram:
         ]
         for message in messages:
             if message.target == self.rank:
-                self.graph.call_function(transports.post, (self.transport, message.key))
+                self.graph.call_function(ops.post, (self.transport, message.key))
         buckets = [bucket for bucket in reductions.buckets if bucket.shared]
         for bucket in buckets:
             if bucket.key in own:
                 self.reduce(bucket)
         for index, bucket in enumerate(buckets):
             if bucket.key in own:
-                self.graph.call_function(transports.reduced, (self.transport, bucket.key))
+                self.graph.call_function(ops.reduced, (self.transport, bucket.key))
                 for message in messages:
                     if message.names == bucket.names and message.source == self.rank:
                         self.modules[f"total_{index}"] = Gradient(bucket.key)
                         total = self.graph.call_module(f"total_{index}")
-                        self.graph.call_function(transports.send, (self.transport, message.key, (total,)))
+                        self.graph.call_function(ops.send, (self.transport, message.key, (total,)))
         for index, message in enumerate(messages):
             if message.target == self.rank:
                 self.modules[f"add_{len(self.shared) + index}"] = AddToGradient(message.names[0])
@@ -337,7 +336,7 @@ class RankProgram:
         return messages
 
     def receive_one(self, message: Message) -> fx.Node:
-        received = self.graph.call_function(transports.receive, (self.transport, message.key))
+        received = self.graph.call_function(ops.receive, (self.transport, message.key))
         return self.graph.call_function(operator.getitem, (received, 0))
 
     def unpack(self, node: fx.Node, items: Sequence[Item], microbatch: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from zbfx.comm import transports
+from zbfx.program import ops
 from zbfx.program.chain import RankChain
 from zbfx.program.messages import Message
 
@@ -39,16 +39,16 @@ class Relay:
 
     def receive(self, message: Message) -> fx.Node:
         self.messages.append(message)
-        received = self.graph.call_function(transports.receive, (self.transport, message.key))
+        received = self.graph.call_function(ops.receive, (self.transport, message.key))
         return self.graph.call_function(operator.getitem, (received, 0))
 
     def send(self, message: Message | None, value: fx.Node) -> None:
         if message is not None:
             self.messages.append(message)
-            self.graph.call_function(transports.send, (self.transport, message.key, (value,)))
+            self.graph.call_function(ops.send, (self.transport, message.key, (value,)))
 
     def post(self, message: Message) -> None:
-        self.graph.call_function(transports.post, (self.transport, message.key))
+        self.graph.call_function(ops.post, (self.transport, message.key))
 
     def verdict(self) -> None:
         """Get the verdict, pass it on, and look at it."""

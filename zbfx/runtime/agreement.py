@@ -59,6 +59,16 @@ def agree(channels: Channels, digest: Mapping[str, str], prepare: Callable[[], N
         )
 
 
+def batch_hashes(names: Sequence[str], rows: Sequence[Sequence[Tensor]]) -> dict[str, list[int]]:
+    """Hashes of the bits of each tensor in a batch, one a microbatch; waits for the device. Tensors without data have
+    none."""
+    found = {}
+    for name, column in zip(names, zip(*rows, strict=True), strict=True):
+        distinct = {id(tensor): tensor for tensor in column if not tensor.is_meta}
+        found[name] = fingerprints(distinct.values())
+    return {name: hashes for name, hashes in found.items() if hashes}
+
+
 def refuse_other_batches(channels: Channels, own: Mapping[str, object]) -> None:
     """Check that the ranks of a pipeline were given the same batch: `own` are the hashes of its tensors. Collective
     over the family, so that all refuse what one pipeline of it does."""

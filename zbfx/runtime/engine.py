@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zbfx import rng
 from zbfx.comm import transports
 from zbfx.comm.channels import Channels
+from zbfx.program import ops
 from zbfx.program.codegen import Program
 from zbfx.program.reductions import RankReductions
 from zbfx.runtime.runner import RankRunner, Tensors, Wait
@@ -92,14 +93,14 @@ class Engine:
             losses = self.channels.from_replicas(torch.stack(list(losses))).flatten().unbind()
         return self.pipe.reduction.combine(losses, self.weight)
 
-    def inputs(self, rows: Sequence[Sequence[Tensor]], runner: RankRunner, seed: int) -> list[transports.Microbatch]:
+    def inputs(self, rows: Sequence[Sequence[Tensor]], runner: RankRunner, seed: int) -> list[ops.Microbatch]:
         """The microbatches with the tensors that a rank reads, on its device, with the strides of the trace."""
         specs, device, names = self.pipe.signature.tensors, self.pipe.device, runner.input_names
         first = self.replica * len(rows)  # random numbers are those of one process with the batches of all replicas
         return [
-            transports.Microbatch(
+            ops.Microbatch(
                 {
-                    s.name: transports.laid_out(on_device(t, device), s)
+                    s.name: ops.laid_out(on_device(t, device), s)
                     for s, t in zip(specs, row, strict=True)
                     if s.name in names
                 },

@@ -15,9 +15,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from zbfx.comm.transports import Microbatch
 from zbfx.graphs import Role, Stage
 from zbfx.program.calls import PhaseCall
+from zbfx.program.ops import Microbatch
 from zbfx.rng import undisturbed
 from zbfx.runtime.rehearsal import rehearse
 from zbfx.runtime.runner import RankRunner

@@ -12,18 +12,18 @@ from torch import Tensor
 from zbfx.comm.channels import Channels
 from zbfx.comm.history import CLOSE
 from zbfx.comm.together import agreed
-from zbfx.comm.transports import GroupTransport, Transport
+from zbfx.comm.transports import GroupTransport
 from zbfx.errors import InputError, PipelineFault, ZbfxError
 from zbfx.plan import Schedule
 from zbfx.program.codegen import Program
-from zbfx.runtime.agreement import refuse_other_batches
+from zbfx.program.ops import Transport
+from zbfx.runtime.agreement import batch_hashes, refuse_other_batches
 from zbfx.runtime.engine import Engine, message_pairs, rank_engine
 from zbfx.runtime.loading import load
 from zbfx.runtime.runner import RankRunner, Tensors
 from zbfx.runtime.step import CLOSED, Batch, Step, StepOptions
 from zbfx.runtime.timeline import Profile, Recorder
 from zbfx.runtime.verdict import problems
-from zbfx.trace.signature import batch_hashes
 from zbfx.variants import FORWARD
 
 if TYPE_CHECKING:

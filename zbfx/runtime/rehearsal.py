@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from zbfx._torch import TorchDispatchMode
-from zbfx.comm import transports
 from zbfx.costs.made_up import REFUSALS, has_checks, made_up, made_up_values, positive_values
 from zbfx.graphs import Stage
+from zbfx.program import ops
 from zbfx.program.boxed import Boxed
 from zbfx.program.calls import PhaseCall
 from zbfx.program.messages import Message
@@ -24,7 +24,7 @@ from zbfx.runtime.runner import RankRunner
 def rehearse(
     runner: RankRunner,
     stages: Sequence[Stage],
-    microbatches: Sequence[transports.Microbatch],
+    microbatches: Sequence[ops.Microbatch],
     step: int,
     device: torch.device,
 ) -> None:
@@ -105,7 +105,7 @@ class Rehearsal:
     """A transport without other ranks: what is received is made up, and holds memory as soon as it is posted; what is
     sent holds it until it is released. Sums over replicas are made, of gradients that nobody reads."""
 
-    real: transports.Transport
+    real: ops.Transport
     messages: Mapping[str, Message]
     positive: Collection[str]
     device: torch.device
@@ -134,9 +134,7 @@ class Rehearsal:
 
     def send(self, key: str, values: tuple[Tensor, ...]) -> None:
         layouts = self.messages[key].layouts
-        self.sent[key] = tuple(
-            transports.laid_out(value, layout) for value, layout in zip(values, layouts, strict=True)
-        )
+        self.sent[key] = tuple(ops.laid_out(value, layout) for value, layout in zip(values, layouts, strict=True))
 
     def release(self, key: str) -> None:
         del self.sent[key]

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from zbfx.comm import transports
 from zbfx.errors import PipelineFault
 from zbfx.graphs import Joint, Role
 from zbfx.plan import Action, Kind
+from zbfx.program import ops
+from zbfx.program.boxed import dying_values
 from zbfx.program.calls import AddToGradient, Gradient, GradientBucket, ParameterBucket, PartialSum, PhaseCall
 from zbfx.program.codegen import Program
 from zbfx.program.relays import Bound
@@ -73,9 +74,7 @@ class Tensors:
 class RankRunner:
     """Runs the program of one rank on live tensors."""
 
-    def __init__(
-        self, program: Program, tensors: Tensors, transport: transports.Transport, adds: Collection[str]
-    ) -> None:
+    def __init__(self, program: Program, tensors: Tensors, transport: ops.Transport, adds: Collection[str]) -> None:
         """`adds`: the shared parameters whose gradients this rank adds up (ranks of one process share the tensors)."""
         self.program, self.tensors, self.transport, self.adds = program, tensors, transport, adds
         modules = list(program.module.modules())
@@ -219,7 +218,7 @@ class RankRunner:
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
         return parameter.grad
 
-    def run(self, microbatches: Sequence[transports.Microbatch], step: int) -> Run:
+    def run(self, microbatches: Sequence[ops.Microbatch], step: int) -> Run:
         """Execute the program; yields while a message has not arrived.
 
         Returns the losses of the microbatches, in order, on the rank that computes them.
@@ -243,7 +242,7 @@ class RankRunner:
             yield from self.warm_up(environment, step)
         return (yield from self.complete(environment, step))
 
-    def given(self, microbatches: Sequence[transports.Microbatch]) -> Environment:
+    def given(self, microbatches: Sequence[ops.Microbatch]) -> Environment:
         """The values of the program's placeholders."""
         return dict(zip(self.nodes, (self.transport, *microbatches), strict=False))
 
@@ -311,7 +310,7 @@ class RankRunner:
             node = self.nodes[index]
             if node.op in ("placeholder", "output"):
                 continue
-            if node.target in (transports.receive, transports.release):
+            if node.target in (ops.receive, ops.release):
                 yield from self.wait_for(str(node.args[1]))
             dying = self.dying[index]
             if node.op == "call_module":
@@ -366,13 +365,3 @@ def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
 def restore(buffers: Mapping[str, tuple[Tensor, Tensor]]) -> None:
     for live, before in buffers.values():
         live.copy_(before)
-
-
-def dying_values(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """For each node, the values that nothing after it reads."""
-    last_use = {source: index for index, node in enumerate(nodes) for source in (node, *node.all_input_nodes)}
-    dying: list[list[fx.Node]] = [[] for _ in nodes]
-    for node, index in last_use.items():
-        if node.op != "output":
-            dying[index].append(node)
-    return dying

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zbfx.errors import TraceError, ZbfxError
 from zbfx.graphs import Joint, Role
-from zbfx.memory.lifetimes import storage_bytes
+from zbfx.passes.nodes import storage_bytes
 from zbfx.trace.tensor_parallel import is_sharded
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from zbfx._torch import pytree
 from zbfx.errors import InputError, listed
-from zbfx.runtime.fingerprint import fingerprints
 
 SHORTER = "Leave out a last batch that is shorter (DataLoader(..., drop_last=True))"
 
@@ -200,16 +199,6 @@ def refuse_uncut(pairs: Sequence[tuple[TensorSpec, Tensor]], microbatches: int) 
                 f"cut like the batch. If it has no batch dimension (class weights), give it as a buffer of the model "
                 f"or of a loss module, or with a first dimension of another length than {size} (unsqueeze(0))"
             )
-
-
-def batch_hashes(names: Sequence[str], rows: Sequence[Sequence[Tensor]]) -> dict[str, list[int]]:
-    """Hashes of the bits of each tensor in a batch, one a microbatch; waits for the device. Tensors without data have
-    none."""
-    found = {}
-    for name, column in zip(names, zip(*rows, strict=True), strict=True):
-        distinct = {id(tensor): tensor for tensor in column if not tensor.is_meta}
-        found[name] = fingerprints(distinct.values())
-    return {name: hashes for name, hashes in found.items() if hashes}
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
