@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from zbfx.errors import ZbfxError, listed
 from zbfx.passes.recompute import LEVELS, Level
-from zbfx.plan import CostTable, Schedule
+from zbfx.plan import CostTable
+from zbfx.schedule.schedule import Schedule
 
 V_SCHEDULES = ("zb-v", "zb-v-order", "v-half", "v-min")
 LINEAR_SCHEDULES = ("1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")

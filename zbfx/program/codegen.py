@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from zbfx.comm import transports
 from zbfx.graphs import Phase, Stage
-from zbfx.plan import Action, Kind, Schedule, parts
+from zbfx.plan import Action, Kind, parts
 from zbfx.program import streams
 from zbfx.program.calls import (
     AddToGradient,
@@ -42,6 +42,7 @@ from zbfx.program.messages import (
 )
 from zbfx.program.reductions import Bucket, RankReductions
 from zbfx.program.relays import Relay
+from zbfx.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from zbfx.comm.history import CLOSE
 from zbfx.comm.together import agreed
 from zbfx.comm.transports import GroupTransport, Transport
 from zbfx.errors import InputError, PipelineFault, ZbfxError
-from zbfx.plan import Schedule
 from zbfx.program.codegen import Program
 from zbfx.runtime.agreement import refuse_other_batches
 from zbfx.runtime.engine import Engine, message_pairs, rank_engine
@@ -23,6 +22,7 @@ from zbfx.runtime.runner import RankRunner, Tensors
 from zbfx.runtime.step import CLOSED, Batch, Step, StepOptions
 from zbfx.runtime.timeline import Profile, Recorder
 from zbfx.runtime.verdict import problems
+from zbfx.schedule.schedule import Schedule
 from zbfx.trace.signature import batch_hashes
 from zbfx.variants import FORWARD
 

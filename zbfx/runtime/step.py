@@ -17,10 +17,10 @@ from zbfx import rng
 from zbfx.arguments import checked_seed, kind_of
 from zbfx.comm.transports import Transport
 from zbfx.errors import InputError, NonFiniteStep, PipelineFault, ZbfxError
-from zbfx.plan import Schedule
 from zbfx.program.codegen import Program
 from zbfx.runtime.engine import Engine
 from zbfx.runtime.verdict import checked_choice, settle, snapshot
+from zbfx.schedule.schedule import Schedule
 from zbfx.trace.guard import Watch
 from zbfx.trace.signature import is_pair
 from zbfx.variants import Variants
