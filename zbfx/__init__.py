@@ -12,7 +12,8 @@ from zbfx.errors import (
     ZbfxError,
 )
 from zbfx.pipeline import Pipeline, compile
-from zbfx.plan import Action, CostTable, Edge, Kind, Schedule, StageCost
+from zbfx.plan import Action, CostTable, Edge, Kind, StageCost
+from zbfx.schedule.schedule import Schedule
 
 __all__ = [
     "Action",

@@ -23,12 +23,12 @@ from rich.table import Table
 from zbfx.cli_check import add_check
 from zbfx.costs.tables import read_costs
 from zbfx.errors import ZbfxError
-from zbfx.plan import Schedule
 from zbfx.schedule import plan
 from zbfx.schedule.orders.registry import names
-from zbfx.schedule.timing.limits import limit_per_rank
+from zbfx.schedule.schedule import Schedule
 from zbfx.show.text import amount, coloured_grid, summary
 from zbfx.show.trace import trace
+from zbfx.timing.limits import limit_per_rank
 
 FAILED, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 LEAST_WIDTH = 40  # characters: a narrower grid shows nothing

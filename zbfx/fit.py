@@ -23,13 +23,14 @@ from zbfx.errors import NoFeasibleSchedule, OverLimit, ZbfxError
 from zbfx.graphs import Stage
 from zbfx.memory.predict import RankMemory, Static, timed
 from zbfx.passes.recompute import LEVELS, Level
-from zbfx.plan import Action, CostTable, Kind, Schedule
+from zbfx.plan import Action, CostTable, Kind
 from zbfx.program.codegen import Program, generate
 from zbfx.schedule import build, plan
 from zbfx.schedule.beside import run_beside
 from zbfx.schedule.bounds.certificate import Certificate
 from zbfx.schedule.orders.registry import is_searched
-from zbfx.schedule.timing.limits import limit_per_rank, one_x, static_bytes
+from zbfx.schedule.schedule import Schedule
+from zbfx.timing.limits import limit_per_rank, one_x, static_bytes
 
 CAPS = (1, 1.5, 2, 2.5, 3, 4, 6, inf)  # what a rank may hold in a pipeline of 4 ranks, in M_B
 CANDIDATE_S = 0.5  # for planning under one cap

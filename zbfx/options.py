@@ -12,7 +12,8 @@ from torch import nn
 from zbfx.arguments import kind_of, true_or_false, whole_number
 from zbfx.errors import ZbfxError, listed
 from zbfx.passes.recompute import LEVELS, Level
-from zbfx.plan import CostTable, Schedule
+from zbfx.plan import CostTable
+from zbfx.schedule.schedule import Schedule
 
 V_SCHEDULES = ("zb-v", "zb-v-order", "v-half", "v-min")
 LINEAR_SCHEDULES = ("1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")

@@ -38,7 +38,7 @@ from zbfx.options import (
 )
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.recompute import Level
-from zbfx.plan import CostTable, Schedule
+from zbfx.plan import CostTable
 from zbfx.program.boxed import Compiler
 from zbfx.program.chain import chain_of, loss_layout, loss_rank
 from zbfx.program.codegen import Program, generate
@@ -53,6 +53,7 @@ from zbfx.runtime.local_step import LocalStep
 from zbfx.runtime.rank_step import RankStep
 from zbfx.runtime.runner import Tensors
 from zbfx.runtime.step import StepOptions
+from zbfx.schedule.schedule import Schedule
 from zbfx.selfcheck import checked_choice, checked_pipeline
 from zbfx.stages import Cutting
 from zbfx.trace.guard import Guard

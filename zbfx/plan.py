@@ -4,7 +4,7 @@
     kind      ::= "F" | "B" | "W" | "BW"
     order     ::= action*                           what one rank does, first to last
     ranks     ::= order per rank
-    Schedule  =   CostTable + ranks + times + memory + certificate
+    Timetable =   CostTable + ranks + times + memory + certificate
 
 Symbols are the paper's ("Zero Bubble Pipeline Parallelism", section 2.3): `T_F, T_B, T_W, T_comm` seconds,
 `M_B` bytes held per microbatch from F until B, `M_W` bytes held from B until W. Nothing here knows torch.
@@ -19,9 +19,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
 from numbers import Real
-from os import PathLike
-from pathlib import Path
-from shutil import get_terminal_size
 from typing import Any
 
 from zbfx.errors import ZbfxError
@@ -217,7 +214,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Timetable:
     """Per rank an order of actions, timed, checked, with a proven lower bound on the iteration time.
 
     `ranks[r]` is rank r's order, `spans[r]` the same actions with times. `peak_bytes[r]` is the most memory rank r
@@ -266,27 +263,3 @@ class Schedule:
     def gap(self) -> float:
         """(iteration time - lower bound) / lower bound; 0 is proven optimal."""
         return max(0.0, self.iteration_s / self.lower_bound_s - 1.0) if self.lower_bound_s else float("inf")
-
-    def __str__(self) -> str:
-        """The rank x time grid in characters, as wide as the terminal."""
-        from zbfx.show.text import grid
-
-        return grid(self, width=get_terminal_size((120, 24)).columns)
-
-    def svg(self) -> str:
-        """The grid as an SVG document."""
-        from zbfx.show.svg import svg
-
-        return svg(self)
-
-    def html(self) -> str:
-        """The grid as a self-contained page; hovering shows action and times."""
-        from zbfx.show.html import html
-
-        return html(self)
-
-    def trace(self, path: str | PathLike[str]) -> None:
-        """Write the schedule to `path` in Chrome's trace format."""
-        from zbfx.show.trace import trace
-
-        Path(path).write_text(trace(self))

@@ -22,13 +22,14 @@ from zbfx.passes.extract import extract
 from zbfx.passes.partition import place_like, place_same
 from zbfx.passes.sizes import joint_with_numbers, stage_with_numbers
 from zbfx.passes.split import split
-from zbfx.plan import Action, CostTable, Kind, Schedule
+from zbfx.plan import Action, CostTable, Kind
 from zbfx.program.chain import loss_phase
 from zbfx.program.codegen import generate
 from zbfx.program.messages import parameter_holders
 from zbfx.schedule import plan, simulate
 from zbfx.schedule.beside import run_beside
 from zbfx.schedule.orders.registry import is_searched
+from zbfx.schedule.schedule import Schedule
 from zbfx.trace.loss import Reduction, separate_count
 from zbfx.trace.signature import Signature
 from zbfx.trace.symbols import GuardBroken, Numbers, Place, Shapes, Sizes, changed

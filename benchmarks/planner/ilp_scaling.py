@@ -25,8 +25,8 @@ from zbfx.schedule.integer.window import TimedOrders, open_window
 from zbfx.schedule.orders.registry import GENERATORS
 from zbfx.schedule.search.refine import optimum, refine_search
 from zbfx.schedule.search.search import Search
-from zbfx.schedule.timing.exact import instance
-from zbfx.schedule.timing.limits import limit_per_rank
+from zbfx.timing.exact import instance
+from zbfx.timing.limits import limit_per_rank
 
 RANKS = 4
 MICROBATCHES = (4, 6, 8, 10, 12)

@@ -10,7 +10,7 @@ from pathlib import Path
 from zbfx.plan import CostTable, StageCost
 from zbfx.schedule.orders.interleaved import looped_placement
 from zbfx.schedule.orders.vshape import v_placement
-from zbfx.schedule.timing.exact import exact
+from zbfx.timing.exact import exact
 
 TABLES = Path(__file__).parent / "paper"
 

@@ -16,8 +16,9 @@ from itertools import chain
 
 from benchmarks.planner.paper_fit import zbv_settings
 from benchmarks.planner.paper_settings import Setting, settings
-from zbfx.plan import CostTable, Schedule
+from zbfx.plan import CostTable
 from zbfx.schedule import plan
+from zbfx.schedule.schedule import Schedule
 
 COLUMNS = {  # the paper's column: our schedule
     "1f1b": "1f1b",

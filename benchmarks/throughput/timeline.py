@@ -30,7 +30,7 @@ from benchmarks.throughput.ours import bound
 from benchmarks.world import World, time_limit
 from zbfx.plan import Span
 from zbfx.runtime.timeline import Profile
-from zbfx.schedule.beside import as_they_run
+from zbfx.timing.two_streams import as_they_run
 
 WARMUP, LONGEST = 5, 5
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from zbfx.optim.planned import OptimizerCosts, planned
-from zbfx.plan import Action, CostTable, Kind, Schedule, StageCost, parts
+from zbfx.plan import Action, CostTable, Kind, StageCost, parts
 from zbfx.program.chain import chain_of, order_of_ranks, prefixes
 from zbfx.program.messages import Message, TensorLayout
 from zbfx.schedule import plan
+from zbfx.schedule.schedule import Schedule
 
 RANKS, MICROBATCHES = 3, 6
 F, B, W, COMM, STEP, REDO, HOP = 2, 3, 5, 7, 11, 13, 0.5

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from zbfx.plan import Action, CostTable, Kind, Schedule, Span, StageCost, parts
+from zbfx.plan import Action, CostTable, Kind, Span, StageCost, parts
 from zbfx.schedule import plan, simulate
-from zbfx.schedule.beside import Arrangement, expected, in_place, iteration_s, moved, peak_bytes, run_beside
+from zbfx.schedule.beside import in_place, moved, run_beside
+from zbfx.schedule.schedule import Schedule
+from zbfx.timing.two_streams import Arrangement, expected, iteration_s, peak_bytes
 
 # F=2, B=3, W=5, B with a W beside it 6: a pair takes 6 where its actions take 8.
 STAGE = StageCost(2, 3, 5, saved_bytes=4, weight_saved_bytes=3, static_bytes=100, beside_s=6)

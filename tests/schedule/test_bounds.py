@@ -19,7 +19,7 @@ from zbfx.schedule.bounds.load import head_tail_bound, one_rank_bound, stream_bo
 from zbfx.schedule.bounds.propagation import Propagation
 from zbfx.schedule.search.listing import ListScheduler
 from zbfx.schedule.search.priorities import first_rules
-from zbfx.schedule.timing.exact import instance
+from zbfx.timing.exact import instance
 
 UNEQUAL = CostTable.chain([StageCost(2, 3, 5, 4, 3), StageCost(3, 2, 1, 4, 2)], 7)
 

@@ -24,7 +24,7 @@ from zbfx.schedule.integer.window import TimedOrders, open_window
 from zbfx.schedule.search import refine
 from zbfx.schedule.search.refine import Refinement, Solve, decides, optimum, refine_search, replaced, simulated_cost
 from zbfx.schedule.search.search import Search
-from zbfx.schedule.timing.exact import B, F, Instance, W, instance
+from zbfx.timing.exact import B, F, Instance, W, instance
 
 Orders = tuple[tuple[int, ...], ...]
 

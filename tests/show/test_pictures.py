@@ -8,9 +8,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from zbfx.plan import CostTable, Schedule, Span, StageCost
+from zbfx.plan import CostTable, Span, StageCost
 from zbfx.runtime.timeline import Profile
 from zbfx.schedule import plan
+from zbfx.schedule.schedule import Schedule
 from zbfx.show.html import busy_s
 from zbfx.show.svg import FILLS, LEFT_PX, MEMORY_PX
 from zbfx.show.trace import trace

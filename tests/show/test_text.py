@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from zbfx.plan import CostTable, Kind, Schedule, StageCost
+from zbfx.plan import CostTable, Kind, StageCost
 from zbfx.schedule import plan
+from zbfx.schedule.schedule import Schedule
 from zbfx.show.text import Columns, amount, coloured_grid, column_maxima, grid, time_cell
 
 STAGE = StageCost(2, 3, 5, saved_bytes=4, weight_saved_bytes=1)

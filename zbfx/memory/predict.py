@@ -18,10 +18,11 @@ from zbfx.graphs import Joint, Phase, Role
 from zbfx.memory.lifetimes import CUDA_GRANULE, Lifetimes, lifetimes, rounded
 from zbfx.memory.walk import Moment, Walk, called, live_at, strides_of
 from zbfx.passes.nodes import value_bytes
-from zbfx.plan import Action, Kind, Schedule, parts
+from zbfx.plan import Action, Kind, parts
 from zbfx.program import streams
 from zbfx.program.calls import AddToGradient, Gradient, PartialSum, PhaseCall
 from zbfx.program.codegen import Program
+from zbfx.schedule.schedule import Schedule
 from zbfx.trace.signature import Signature
 
 CONNECTIONS_BYTES = 2**28  # of a GPU, for inboxes and NCCL's buffers, which come after the plan

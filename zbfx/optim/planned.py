@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from zbfx.costs.estimate import Hardware
-from zbfx.plan import Action, Kind, Schedule, parts
+from zbfx.plan import Action, Kind, parts
 from zbfx.program.chain import Chain
 from zbfx.program.messages import Message
+from zbfx.schedule.schedule import Schedule
 
 STEPS = 8  # simulated; the last three settle what a step takes
 WRONG = 4  # the step in which forwards run again

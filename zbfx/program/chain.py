@@ -24,8 +24,9 @@ from typing import NamedTuple
 import torch
 
 from zbfx.graphs import Phase, Stage
-from zbfx.plan import Action, Kind, Schedule, parts
+from zbfx.plan import Action, Kind, parts
 from zbfx.program.messages import POST_AHEAD, Message, TensorLayout
+from zbfx.schedule.schedule import Schedule
 
 
 class Neighbours(NamedTuple):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from zbfx.graphs import Phase, Stage
-from zbfx.plan import Action, Kind, Schedule, parts
+from zbfx.plan import Action, Kind, parts
 from zbfx.program import ops, streams
 from zbfx.program.calls import (
     AddToGradient,
@@ -41,6 +41,7 @@ from zbfx.program.messages import (
 )
 from zbfx.program.reductions import Bucket, RankReductions
 from zbfx.program.relays import Relay
+from zbfx.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)

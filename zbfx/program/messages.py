@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from zbfx.graphs import Role, Stage
-from zbfx.plan import Action, Kind, Schedule, parts
+from zbfx.plan import Action, Kind, parts
+from zbfx.schedule.schedule import Schedule
 from zbfx.trace.signature import dense_stride
 
 POST_AHEAD = 1  # actions between posting a receive and waiting for it

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from zbfx.comm.transports import LocalTransport, Mailbox
-from zbfx.plan import Schedule
 from zbfx.program.codegen import Program
 from zbfx.program.ops import Transport
 from zbfx.runtime.engine import Engine, local_engine
 from zbfx.runtime.step import Step, StepOptions
 from zbfx.runtime.verdict import problems
+from zbfx.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
     from zbfx.pipeline import Pipeline

@@ -14,7 +14,6 @@ from zbfx.comm.history import CLOSE
 from zbfx.comm.together import agreed
 from zbfx.comm.transports import GroupTransport
 from zbfx.errors import InputError, PipelineFault, ZbfxError
-from zbfx.plan import Schedule
 from zbfx.program.codegen import Program
 from zbfx.program.ops import Transport
 from zbfx.runtime.agreement import batch_hashes, refuse_other_batches
@@ -24,6 +23,7 @@ from zbfx.runtime.runner import RankRunner, Tensors
 from zbfx.runtime.step import CLOSED, Batch, Step, StepOptions
 from zbfx.runtime.timeline import Profile, Recorder
 from zbfx.runtime.verdict import problems
+from zbfx.schedule.schedule import Schedule
 from zbfx.variants import FORWARD
 
 if TYPE_CHECKING:

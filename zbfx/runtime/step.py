@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from zbfx import rng
 from zbfx.arguments import checked_seed, kind_of
 from zbfx.errors import InputError, NonFiniteStep, PipelineFault, ZbfxError
-from zbfx.plan import Schedule
 from zbfx.program.codegen import Program
 from zbfx.program.ops import Transport
 from zbfx.runtime.engine import Engine
 from zbfx.runtime.verdict import checked_choice, settle, snapshot
 from zbfx.runtime.watch import Watch
+from zbfx.schedule.schedule import Schedule
 from zbfx.trace.signature import is_pair
 from zbfx.variants import Variants
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from zbfx.plan import Action, Kind, Schedule, Span
+from zbfx.plan import Action, Kind, Span
+from zbfx.schedule.schedule import Schedule
+from zbfx.show.svg import comparison
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,6 @@ class Profile:
 
     def svg(self) -> str:
         """The measured step beside its plan, as an SVG document."""
-        from zbfx.show.svg import comparison
-
         return comparison(self.schedule, self.spans)
 
     def cause(self, span: Span, idle_from_s: float, ends: dict[Action, float]) -> str:

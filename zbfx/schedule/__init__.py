@@ -2,7 +2,8 @@
 
 from zbfx.schedule.orders.registry import names, register
 from zbfx.schedule.planner import build, plan
-from zbfx.schedule.timing.rules import check
-from zbfx.schedule.timing.simulate import Timeline, simulate
+from zbfx.schedule.schedule import Schedule
+from zbfx.timing.rules import check
+from zbfx.timing.simulate import Timeline, simulate
 
-__all__ = ["Timeline", "build", "check", "names", "plan", "register", "simulate"]
+__all__ = ["Schedule", "Timeline", "build", "check", "names", "plan", "register", "simulate"]

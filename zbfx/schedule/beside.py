@@ -8,26 +8,18 @@ rank, and what it reads is held until that B has ended.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
-from zbfx.plan import Action, CostTable, Kind, Number, Schedule, Span, parts
-from zbfx.schedule.timing.simulate import simulate
+from zbfx.plan import Action, CostTable, Kind, parts
+from zbfx.schedule.schedule import Schedule
+from zbfx.timing.simulate import simulate
+from zbfx.timing.two_streams import Arrangement, expected, iteration_s, peak_bytes
 
 LAGS = (1, 2, 3)  # how many Bs a W may wait for the one that it runs beside
 LARGE = 100_000  # actions times ranks, above which all ranks are arranged alike
 ROUNDING = 1e-9  # sums of the same times in another order
-
-Pairs = Mapping[Action, Action]  # each W and the B that it runs beside
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """One rank's unfused order, in which every paired W stands right before its B."""
-
-    order: tuple[Action, ...]
-    pairs: Pairs
 
 
 def run_beside(schedule: Schedule, stages: frozenset[int] | None = None, *, move: bool = True) -> Schedule:
@@ -125,100 +117,3 @@ def soonest(costs: CostTable, options: Sequence[Sequence[Arrangement]]) -> list[
             if changed_s < best_s * (1 - ROUNDING):
                 best, best_s = changed, changed_s
     return best
-
-
-def iteration_s(ranks: Sequence[Sequence[Span]]) -> float:
-    """As of `Schedule.iteration_s`; a rank's spans are in the order of their starts."""
-    return max((max(span.end_s for span in spans) - spans[0].start_s for spans in ranks if spans), default=0.0)
-
-
-def peak_bytes(order: Sequence[Action], costs: CostTable, pairs: Pairs) -> Number:
-    """The most that a rank holds, where each paired W lets go of what it reads once its B has ended."""
-    held: Number = sum(costs.stages[stage].static_bytes for stage in {action.stage for action in order})
-    guests = {host: guest for guest, host in pairs.items()}
-    peak = held
-    for action in order:
-        cost = costs.stages[action.stage]
-        if action.kind is Kind.F:
-            held += cost.saved_bytes
-        elif action.kind is Kind.B:
-            held += cost.weight_saved_bytes - cost.saved_bytes
-        elif action not in pairs:
-            held -= cost.weight_saved_bytes
-        peak = max(peak, held)
-        if action in guests:
-            held -= costs.stages[guests[action].stage].weight_saved_bytes
-    return peak
-
-
-def shared_s(guest: Action, host: Action, costs: CostTable) -> float:
-    """Seconds that a W adds to the B that it runs beside from its start to its end: its own where that was not
-    measured."""
-
-    def gain_s(stage: int) -> float:
-        cost = costs.stages[stage]
-        both_s = cost.backward_input_s + cost.backward_weight_s
-        return 0.0 if cost.beside_s is None else max(0.0, float(both_s - cost.beside_s))
-
-    alone_s = float(costs.stages[guest.stage].backward_weight_s)
-    return max(0.0, alone_s - (gain_s(guest.stage) + gain_s(host.stage)) / 2)
-
-
-def expected(costs: CostTable, ranks: Sequence[Arrangement]) -> tuple[tuple[Span, ...], ...]:
-    """When every action runs, each rank's in the order of their starts. A paired W starts when its rank would start the
-    B: while that still waits for its input, the W has the device to itself."""
-    guests = {host: guest for rank in ranks for guest, host in rank.pairs.items()}
-    needed = {(kind, stage): sources_of(kind, stage, costs) for kind in Kind for stage in range(len(costs.stages))}
-    ends: dict[Action, float] = {}
-    spans: list[list[Span]] = [[] for _ in ranks]
-    queues = [[action for action in rank.order if action not in rank.pairs] for rank in ranks]
-    positions, clocks = [0] * len(ranks), [0.0] * len(ranks)
-    progress = True
-    while progress:
-        progress = False
-        for rank, queue in enumerate(queues):
-            while positions[rank] < len(queue):
-                action = queue[positions[rank]]
-                sources = [
-                    (ends.get(Action(action.kind, stage, action.microbatch)), lag_s)
-                    for stage, lag_s in needed[action.kind, action.stage]
-                ]
-                if any(end is None for end, _ in sources):
-                    break
-                start_s = max([clocks[rank], *(float(end or 0.0) + lag_s for end, lag_s in sources)])
-                end_s = start_s + float(costs.stages[action.stage].seconds(action.kind))
-                if action in guests:
-                    guest, begun_s = guests[action], clocks[rank]
-                    alone_s = float(costs.stages[guest.stage].backward_weight_s)
-                    left = max(0.0, 1.0 - (start_s - begun_s) / alone_s) if alone_s else 0.0
-                    end_s += left * shared_s(guest, action, costs)
-                    spans[rank].append(Span(guest, begun_s, end_s if left else begun_s + alone_s))
-                spans[rank].append(Span(action, start_s, end_s))
-                ends[action] = clocks[rank] = end_s
-                positions[rank] += 1
-                progress = True
-    assert all(position == len(queue) for position, queue in zip(positions, queues, strict=True)), "a checked schedule"
-    return tuple(map(tuple, spans))
-
-
-def as_they_run(schedule: Schedule) -> tuple[tuple[Span, ...], ...]:
-    """When the actions of a schedule run, with Ws beside Bs: its `spans` where there are none."""
-    if not schedule.beside:
-        return schedule.spans
-    guests = dict(schedule.beside)
-    orders = [tuple(part for action in order for part in parts(action)) for order in schedule.ranks]
-    return expected(
-        schedule.costs, [Arrangement(order, {a: guests[a] for a in order if a in guests}) for order in orders]
-    )
-
-
-def sources_of(kind: Kind, stage: int, costs: CostTable) -> list[tuple[int, float]]:
-    """The stages whose action of this kind `stage` waits for, and how long their values travel."""
-    sources: list[tuple[int, float]] = []
-    for edge in costs.edges:
-        near = costs.placement[edge.source] == costs.placement[edge.target]
-        if kind is Kind.F and edge.target == stage and edge.forward_s is not None:
-            sources.append((edge.source, 0.0 if near else float(edge.forward_s)))
-        if kind is Kind.B and edge.source == stage and edge.backward_s is not None:
-            sources.append((edge.target, 0.0 if near else float(edge.backward_s)))
-    return sources

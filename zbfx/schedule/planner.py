@@ -9,16 +9,17 @@ from difflib import get_close_matches
 from fractions import Fraction
 
 from zbfx.errors import ZbfxError
-from zbfx.plan import Action, CostTable, Kind, Number, Schedule
+from zbfx.plan import Action, CostTable, Kind, Number
 from zbfx.schedule.bounds.certificate import Certificate
 from zbfx.schedule.integer.solver import solvers
 from zbfx.schedule.orders.handmade import Ranks
 from zbfx.schedule.orders.registry import GENERATORS, SEARCHED, Generator, names
+from zbfx.schedule.schedule import Schedule
 from zbfx.schedule.search.refine import refine_search
 from zbfx.schedule.search.search import Search
-from zbfx.schedule.timing.exact import exact
-from zbfx.schedule.timing.limits import MemLimit, limit_per_rank, require_feasible
-from zbfx.schedule.timing.rules import check
+from zbfx.timing.exact import exact
+from zbfx.timing.limits import MemLimit, limit_per_rank, require_feasible
+from zbfx.timing.rules import check
 
 # Integer programs get their share of the time up to so many actions, and this share above: they help little there.
 SMALL_ACTIONS, LARGE_SHARE = 1000, 0.1

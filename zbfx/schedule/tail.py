@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zbfx.plan import Action, Kind, Schedule
-from zbfx.schedule.timing.exact import instance
-from zbfx.schedule.timing.longest_path import peak_units
-from zbfx.schedule.timing.rules import check
+from zbfx.plan import Action, Kind
+from zbfx.schedule.schedule import Schedule
+from zbfx.timing.exact import instance
+from zbfx.timing.longest_path import peak_units
+from zbfx.timing.rules import check
 
 WORTH = 0.01  # share of the exposed time that putting off more Ws has to hide
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from zbfx.plan import Schedule
+from zbfx.plan import Timetable
 from zbfx.show.svg import FILLS, svg
 from zbfx.show.text import amount
 
@@ -35,7 +35,7 @@ for (const shape of document.querySelectorAll("svg .action, svg .memory")) {
 """
 
 
-def html(schedule: Schedule) -> str:
+def html(schedule: Timetable) -> str:
     """A page that needs no other file."""
     name = escape(schedule.name)
     legend = " ".join(f'<span style="background:{fill}">&nbsp;{kind}&nbsp;</span>' for kind, fill in FILLS.items())
@@ -52,6 +52,6 @@ def html(schedule: Schedule) -> str:
     )
 
 
-def busy_s(schedule: Schedule, rank: int) -> float:
+def busy_s(schedule: Timetable, rank: int) -> float:
     """Seconds in which the rank computes."""
     return sum(span.end_s - span.start_s for span in schedule.spans[rank])

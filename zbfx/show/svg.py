@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from zbfx.plan import Kind, Schedule, Span
-from zbfx.schedule.beside import as_they_run
-from zbfx.schedule.timing.simulate import simulate
+from zbfx.plan import Kind, Span, Timetable
 from zbfx.show.text import amount, labeller, summary
+from zbfx.timing.simulate import simulate
+from zbfx.timing.two_streams import as_they_run
 
 FILLS = {Kind.F: "#6fa8dc", Kind.B: "#76d7c4", Kind.W: "#93c47d", Kind.BW: "#f0c05a"}
 LANE_PX, MEMORY_PX, GAP_PX, LEFT_PX, HEAD_PX, CHARACTER_PX = 22, 16, 6, 64, 24, 6.2
 
 
-def svg(schedule: Schedule, width_px: int = 1400) -> str:
+def svg(schedule: Timetable, width_px: int = 1400) -> str:
     """A complete SVG document, `width_px` wide."""
     ranks = schedule.costs.rank_count
     height_px = HEAD_PX + ranks * (LANE_PX + MEMORY_PX + GAP_PX)
@@ -36,7 +36,7 @@ def svg(schedule: Schedule, width_px: int = 1400) -> str:
     return document(body, width_px, height_px)
 
 
-def comparison(schedule: Schedule, measured: Sequence[Sequence[Span]], width_px: int = 1400) -> str:
+def comparison(schedule: Timetable, measured: Sequence[Sequence[Span]], width_px: int = 1400) -> str:
     """Two lanes per rank, the plan above what was measured, on one scale; a W beside a B fills the lower half of its
     lane."""
     planned = as_they_run(schedule)
@@ -59,7 +59,7 @@ def comparison(schedule: Schedule, measured: Sequence[Sequence[Span]], width_px:
     return document(body, width_px, height_px)
 
 
-def lane_rects(schedule: Schedule, spans: Sequence[Span], top: float, scale: float) -> list[str]:
+def lane_rects(schedule: Timetable, spans: Sequence[Span], top: float, scale: float) -> list[str]:
     """The actions of a lane; those beside another one last, on top of it."""
     guests = dict(schedule.beside)
     alone = [action_rect(schedule, span, top, scale) for span in spans if span.action not in guests]
@@ -77,7 +77,7 @@ def document(body: Sequence[str], width_px: int, height_px: int) -> str:
     )
 
 
-def action_rect(schedule: Schedule, span: Span, top: float, scale: float, height_px: float = LANE_PX) -> str:
+def action_rect(schedule: Timetable, span: Span, top: float, scale: float, height_px: float = LANE_PX) -> str:
     """One action; later stages of a rank are drawn paler, its number appears where there is room."""
     action = span.action
     x, width = LEFT_PX + span.start_s * scale, (span.end_s - span.start_s) * scale

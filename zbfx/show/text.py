@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from math import ceil
 from typing import TYPE_CHECKING, Literal
 
-from zbfx.plan import Action, CostTable, Edge, Kind, Schedule, StageCost
-from zbfx.schedule.timing.simulate import simulate
+from zbfx.plan import Action, CostTable, Edge, Kind, StageCost, Timetable
+from zbfx.timing.simulate import simulate
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -35,12 +35,12 @@ COLOURS = {
 }
 
 
-def grid(schedule: Schedule, width: int = 120, columns: Columns = "time") -> str:
+def grid(schedule: Timetable, width: int = 120, columns: Columns = "time") -> str:
     """The grid, the memory curves and a line of figures. Rows are at most `width` characters wide."""
     return "\n".join("".join(text for text, _ in line).rstrip() for line in picture(schedule, width, columns))
 
 
-def coloured_grid(schedule: Schedule, width: int = 120, columns: Columns = "time") -> Text:
+def coloured_grid(schedule: Timetable, width: int = 120, columns: Columns = "time") -> Text:
     """As `grid`, with a colour per kind, for a rich console."""
     from rich.text import Text
 
@@ -52,14 +52,14 @@ def coloured_grid(schedule: Schedule, width: int = 120, columns: Columns = "time
     return text
 
 
-def picture(schedule: Schedule, width: int, columns: Columns) -> list[Line]:
+def picture(schedule: Timetable, width: int, columns: Columns) -> list[Line]:
     """The lines of the grid in segments of one kind each."""
     if columns == "step":
         return [*step_rows(schedule, width), [(summary(schedule), None)]]
     return [*time_rows(schedule, width), *memory_rows(schedule, width), [(summary(schedule), None)]]
 
 
-def summary(schedule: Schedule) -> str:
+def summary(schedule: Timetable) -> str:
     """The figures of a schedule in one line; times in the unit of its costs."""
     parts = [
         f"{schedule.costs.rank_count} ranks, {schedule.microbatches} microbatches",
@@ -72,18 +72,18 @@ def summary(schedule: Schedule) -> str:
     return f"{schedule.name}: " + ", ".join(parts)
 
 
-def labeller(schedule: Schedule) -> Callable[[Action], str]:
+def labeller(schedule: Timetable) -> Callable[[Action], str]:
     """`F3` where every rank holds one stage, `F0.3` otherwise."""
     if schedule.costs.rank_count == len(schedule.costs.stages):
         return lambda action: f"{action.kind}{action.microbatch}"
     return str
 
 
-def rank_name(rank: int, schedule: Schedule) -> str:
+def rank_name(rank: int, schedule: Timetable) -> str:
     return f"rank {rank:>{len(str(schedule.costs.rank_count - 1))}} |"
 
 
-def time_rows(schedule: Schedule, width: int) -> list[Line]:
+def time_rows(schedule: Timetable, width: int) -> list[Line]:
     label = labeller(schedule)
     names = [rank_name(rank, schedule) for rank in range(schedule.costs.rank_count)]
     scale = characters_per_second(schedule, width)
@@ -109,14 +109,14 @@ def time_cell(label: str, kind: Kind, length: int) -> str:
     return text.ljust(length, "=" if fused else "-")[:length]
 
 
-def characters_per_second(schedule: Schedule, width: int) -> float:
+def characters_per_second(schedule: Timetable, width: int) -> float:
     """The scale that fits `width`; a whole number where possible, so that equal actions look equal."""
     room = max(1, width - len(rank_name(0, schedule)) - 1)
     scale = room / schedule.makespan_s if schedule.makespan_s else 0.0
     return float(int(scale)) if scale >= 1 else scale
 
 
-def step_rows(schedule: Schedule, width: int) -> list[Line]:
+def step_rows(schedule: Timetable, width: int) -> list[Line]:
     label = labeller(schedule)
     spans = simulate(unit_costs(schedule.costs), schedule.microbatches, schedule.ranks).spans
     steps = [[round(span.start_s) for span in row] for row in spans]
@@ -156,7 +156,7 @@ def step_cells(
             yield IDLE.ljust(cell), None
 
 
-def memory_rows(schedule: Schedule, width: int) -> list[Line]:
+def memory_rows(schedule: Timetable, width: int) -> list[Line]:
     """Per rank a bar for each column: the most it holds in that stretch of time, on one scale for all ranks."""
     scale = characters_per_second(schedule, width)
     count = round(schedule.makespan_s * scale)
@@ -181,7 +181,7 @@ def column_maxima(curve: Sequence[tuple[float, float]], count: int, scale: float
     return maxima
 
 
-def amount(size_bytes: float, schedule: Schedule | None = None) -> str:
+def amount(size_bytes: float, schedule: Timetable | None = None) -> str:
     """Bytes as text. Of a schedule that was planned from costs alone, the number may count any unit and stays as it is,
     and so does one below 1 MiB."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):

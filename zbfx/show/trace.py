@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from zbfx.plan import Schedule
-from zbfx.schedule.timing.simulate import simulate
+from zbfx.plan import Timetable
+from zbfx.timing.simulate import simulate
 
 MICROSECONDS_PER_SECOND = 1e6
 
 
-def trace(schedule: Schedule) -> str:
+def trace(schedule: Timetable) -> str:
     """The JSON text of a trace."""
     curves = simulate(schedule.costs, schedule.microbatches, schedule.ranks).memory
     events: list[dict[str, Any]] = []

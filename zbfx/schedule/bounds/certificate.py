@@ -11,7 +11,7 @@ from zbfx.plan import CostTable, Number
 from zbfx.schedule.bounds.chain import chain, split_only
 from zbfx.schedule.bounds.load import head_tail_bound, occupancy_bound, one_rank_bound, stream_bound, work_bound
 from zbfx.schedule.bounds.propagation import Propagation, Windows, propagation_bound
-from zbfx.schedule.timing.exact import instance
+from zbfx.timing.exact import instance
 
 
 class Certificate:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zbfx.plan import CostTable, StageCost
-from zbfx.schedule.timing.exact import BW, B, F, Instance, W, exact
+from zbfx.timing.exact import BW, B, F, Instance, W, exact
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import inf
 
 from zbfx.schedule.bounds.chain import Chain
-from zbfx.schedule.timing.exact import B, F, Instance, W
+from zbfx.timing.exact import B, F, Instance, W
 
 
 @dataclass(frozen=True)

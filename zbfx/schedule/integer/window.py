@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
-from zbfx.schedule.timing.exact import BW, B, Instance
-from zbfx.schedule.timing.longest_path import run
+from zbfx.timing.exact import BW, B, Instance
+from zbfx.timing.longest_path import run
 
 Arc = tuple[int, int, int]  # (a, b, lag): b starts no earlier than `lag` ticks after the end of a
 

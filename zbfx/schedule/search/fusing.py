@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from zbfx.plan import CostTable, StageCost
 from zbfx.schedule.search.listing import Listed
-from zbfx.schedule.timing.exact import BW, B, Instance, W, exact
-from zbfx.schedule.timing.longest_path import iteration_ticks, peak_units, run
+from zbfx.timing.exact import BW, B, Instance, W, exact
+from zbfx.timing.longest_path import iteration_ticks, peak_units, run
 
 
 def savings(problem: Instance) -> dict[int, int]:

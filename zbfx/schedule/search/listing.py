@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
-from zbfx.schedule.timing.exact import B, F, Instance, W
+from zbfx.timing.exact import B, F, Instance, W
 
 PATIENCE_UNIT = 4  # patience is counted in quarters
 LATER, FEWEST, EARLIER = TURNS = range(3)

@@ -17,7 +17,7 @@ from random import Random
 from time import perf_counter
 
 from zbfx.schedule.search.listing import Listed
-from zbfx.schedule.timing.exact import Instance
+from zbfx.timing.exact import Instance
 
 MOST_MOVES_PER_BLOCK = 60
 PATIENCE = 150  # moves without a better schedule before the search returns to the best one

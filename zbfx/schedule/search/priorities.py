@@ -7,7 +7,7 @@ from itertools import chain, product
 from math import ceil
 
 from zbfx.schedule.search.listing import FEWEST, LATER, PATIENCE_UNIT, Rule
-from zbfx.schedule.timing.exact import Instance
+from zbfx.timing.exact import Instance
 
 PATIENCES = (PATIENCE_UNIT, 0, 3, 2, 1)
 FLAGS = ((False, False), (False, True), (True, False), (True, True))  # alternate, recycle

@@ -19,8 +19,8 @@ from zbfx.schedule.integer.solver import Answer, SolverFailed, solve_with_any, s
 from zbfx.schedule.integer.window import TimedOrders, open_window
 from zbfx.schedule.search.listing import Listed
 from zbfx.schedule.search.search import Search, split
-from zbfx.schedule.timing.exact import BW, B, Instance, W
-from zbfx.schedule.timing.longest_path import iteration_ticks, peak_units, run
+from zbfx.timing.exact import BW, B, Instance, W
+from zbfx.timing.longest_path import iteration_ticks, peak_units, run
 
 Solve = Callable[[Program, float], Answer]
 

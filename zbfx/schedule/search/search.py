@@ -18,8 +18,8 @@ from zbfx.schedule.search.listing import PATIENCE_UNIT, Listed, ListScheduler, R
 from zbfx.schedule.search.local_search import LocalSearch
 from zbfx.schedule.search.priorities import first_rules, most_in_flight
 from zbfx.schedule.search.variation import RefillVariation, RuleVariation, Variation
-from zbfx.schedule.timing.exact import BW, B, Instance, W, instance
-from zbfx.schedule.timing.longest_path import peak_units
+from zbfx.timing.exact import BW, B, Instance, W, instance
+from zbfx.timing.longest_path import peak_units
 
 FIRST_STEPS, STEPS_GROWTH = 40, 1.5  # list schedules, and moves of the local search, per line and round
 RULE_LINES, REFILL_LINES = 3, 3  # schedules from which search goes on

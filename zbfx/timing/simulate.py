@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from zbfx.errors import InvalidSchedule
 from zbfx.plan import Action, CostTable, Span
-from zbfx.schedule.timing.deadlock import describe_deadlock
-from zbfx.schedule.timing.exact import Instance, instance
-from zbfx.schedule.timing.longest_path import iteration_ticks, run
+from zbfx.timing.deadlock import describe_deadlock
+from zbfx.timing.exact import Instance, instance
+from zbfx.timing.longest_path import iteration_ticks, run
 
 
 @dataclass(frozen=True)

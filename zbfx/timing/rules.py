@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from zbfx.errors import InvalidSchedule, OverLimit
 from zbfx.plan import Action, CostTable, Kind
-from zbfx.schedule.timing.deadlock import grid
-from zbfx.schedule.timing.exact import Instance, instance
-from zbfx.schedule.timing.limits import MemLimit, limit_per_rank, require_feasible
-from zbfx.schedule.timing.simulate import Timeline, simulate
+from zbfx.timing.deadlock import grid
+from zbfx.timing.exact import Instance, instance
+from zbfx.timing.limits import MemLimit, limit_per_rank, require_feasible
+from zbfx.timing.simulate import Timeline, simulate
 
 RULES = {Kind.F: (), Kind.B: (Kind.F,), Kind.W: (Kind.B,), Kind.BW: (Kind.F,)}  # what must come first
 

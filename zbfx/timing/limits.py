@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from zbfx.errors import NoFeasibleSchedule, ZbfxError
 from zbfx.plan import CostTable, Number
-from zbfx.schedule.timing.exact import exact
+from zbfx.timing.exact import exact
 
 BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}

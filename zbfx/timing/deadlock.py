@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zbfx.plan import Action
-from zbfx.schedule.timing.exact import Instance
-from zbfx.schedule.timing.longest_path import run
+from zbfx.timing.exact import Instance
+from zbfx.timing.longest_path import run
 
 
 def grid(ranks: Sequence[Sequence[Action]], marks: dict[int, int], context: int = 4) -> str:

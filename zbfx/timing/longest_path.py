@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zbfx.schedule.timing.exact import Instance
+from zbfx.timing.exact import Instance
 
 
 @dataclass(frozen=True)
