@@ -141,7 +141,7 @@ def test_twenty_steps_equal_in_bits_under_every_schedule(make: Maker) -> None:
 def test_tied_weight_on_two_ranks_has_one_gradient() -> None:
     problem = gpt2(3)
     pipe = compiled(problem, 4, 3)
-    shared = {gradient.name: gradient for gradient in pipe.shared_gradients}
+    shared = {gradient.name: gradient for gradient in pipe.compiled.shared_gradients}
     assert shared["transformer.wte.weight"].holders == (0, 3)
     step = pipe.run_local()
     names = [name for name, _ in step.named_parameters()]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tests.support.models import Problem, mlp, numbers, squares
 from tests.support.reference import compiled
 from zbfx import TraceError, ZbfxError, check, selfcheck
+from zbfx.check import check_compiled
 from zbfx.graphs import copy_graph
 
 WIDTH = 6
@@ -84,7 +85,8 @@ def test_nothing_changes() -> None:
 
 def test_drawing_model_leaves_pythons_generator_alone() -> None:
     state = random.getstate()
-    selfcheck.run(compiled(problem(nn.Linear(WIDTH, WIDTH)), 1, 3, check=False), True)
+    pipe = compiled(problem(nn.Linear(WIDTH, WIDTH)), 1, 3, check=False)
+    selfcheck.checked(pipe.compiled, pipe.source, True)
     with selfcheck.undisturbed(torch.device("cpu")):
         random.random(), numpy.random.rand(), torch.rand(1)
     assert random.getstate() == state
@@ -136,7 +138,7 @@ def test_no_memory_for_the_check_is_noted(monkeypatch: pytest.MonkeyPatch) -> No
     def fails(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("tried to allocate 7 GiB")
 
-    monkeypatch.setattr(selfcheck, "check", fails)
+    monkeypatch.setattr(selfcheck, "check_compiled", fails)
     pipe = compiled(problem(nn.Linear(WIDTH, WIDTH)), 1, 3)
     assert pipe.schedule.notes[-1] == "not checked: OutOfMemoryError: tried to allocate 7 GiB"
     with pytest.raises(torch.OutOfMemoryError):
@@ -152,22 +154,22 @@ def test_check_of_something_else(wrong: Any) -> None:
 def test_wrong_split_is_refused() -> None:
     """A gradient that is scaled in one phase: found with its name, and blamed on zbfx."""
     pipe = compiled(mlp(3), 2, 3, check=False)
-    graph = copy_graph(pipe.joint.graph)
+    graph = copy_graph(pipe.compiled.joint.graph)
     node = next(n for n in graph.nodes if n.target is torch.ops.aten.tanh.default)
     node.target = torch.ops.aten.sin.default
-    wrong = replace(pipe, joint=replace(pipe.joint, graph=graph))
+    wrong = replace(pipe.compiled, joint=replace(pipe.compiled.joint, graph=graph))
     with pytest.raises(TraceError, match=r"please report the model|a Python value that changes"):
-        selfcheck.run(wrong, "auto")
+        selfcheck.checked(wrong, pipe.source, "auto")
 
 
 def test_runs_where_it_is_small_and_there_is_data(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def counted(pipe: Any, **options: Any) -> Any:
+    def counted(pipe: Any, *options: Any) -> Any:
         seen.append(len(pipe.stages))
-        return check(pipe, **options)
+        return check_compiled(pipe, *options)
 
-    monkeypatch.setattr(selfcheck, "check", counted)
+    monkeypatch.setattr(selfcheck, "check_compiled", counted)
     small = mlp(3)
     compiled(small, 2, 3)
     compiled(small, 3, 3, check=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from numbers import Real
 from typing import Any
 
@@ -51,3 +52,18 @@ def kind_of(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}: call it to make an instance"
     return f"{type(value).__name__} {value!r}"[:80]
+
+
+def compared(options: Any) -> dict[str, object]:
+    """What ranks compare of a record of options, by name: values that are numbers, texts or lists of these, and the
+    kinds of others."""
+    values = {found.name: getattr(options, found.name) for found in fields(options) if found.compare}
+    return {name: value if is_plain(value) else type(value).__name__ for name, value in values.items()}
+
+
+def is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(map(is_plain, value.values()))
+    return value is None or isinstance(value, str | bool | Real)

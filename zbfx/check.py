@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from zbfx import rng
 from zbfx.arguments import checked_seed, finite_number, kind_of
 from zbfx.comm import transports
+from zbfx.compiled import Compiled
 from zbfx.errors import ZbfxError, first_line
 from zbfx.graphs import Joint, Role, copy_graph
 from zbfx.passes.canonicalize import allow_any_strides, canonicalize
@@ -26,9 +27,7 @@ from zbfx.runtime.engine import local_runners, take_turns
 from zbfx.runtime.runner import Tensors
 from zbfx.schedule import build
 from zbfx.trace.objective import Objective
-
-if TYPE_CHECKING:
-    from zbfx.pipeline import Pipeline
+from zbfx.trace.source import Source
 
 
 class Values(StrEnum):
@@ -67,9 +66,18 @@ class Report:
         return "\n".join([head, *map(str, self.findings)])
 
 
-@torch.inference_mode(mode=False)  # a forward there leaves nothing to differentiate
-def check(pipe: Pipeline, *, seed: int = 0, tolerance: float = 1e-6, floor: float = 1e-12) -> Report:
-    """Run the joint graph of two microbatches, and the same through the stages' F, B and W apart, on random data.
+class Checkable(Protocol):
+    """What `zbfx.compile` returns."""
+
+    @property
+    def compiled(self) -> Compiled: ...
+
+    @property
+    def source(self) -> Source: ...
+
+
+def check(pipe: Checkable, *, seed: int = 0, tolerance: float = 1e-6, floor: float = 1e-12) -> Report:
+    """Run the joint graph of two microbatches, and the stages' F, B and W apart, on the same random data.
 
     The second microbatch differs from the first in every value. Results are equal if they agree in bits, or, where a
     gradient is a sum of several contributions, within `tolerance` relative to its largest value, or to `floor` times
@@ -81,20 +89,26 @@ def check(pipe: Pipeline, *, seed: int = 0, tolerance: float = 1e-6, floor: floa
     Random numbers may mean nothing to the model, which then raises: the values of model and example are tried next,
     then zeros. Raises `ZbfxError` if all of these fail.
     """
-    if not hasattr(pipe, "joint"):
+    if not isinstance(getattr(pipe, "compiled", None), Compiled):
         raise ZbfxError(f"check takes a pipeline, what zbfx.compile returns; found {kind_of(pipe)}")
-    if pipe.local:
+    checked_seed(seed)
+    finite_number("tolerance", tolerance, "how far results may differ, relative to their largest value")
+    finite_number("floor", floor, "how far results may differ, relative to the largest value of all")
+    return check_compiled(pipe.compiled, pipe.source, seed, tolerance, floor)
+
+
+@torch.inference_mode(mode=False)  # a forward there leaves nothing to differentiate
+def check_compiled(pipe: Compiled, source: Source, seed: int, tolerance: float, floor: float) -> Report:
+    """`check`, of the pipeline that the model of `source` was made into."""
+    if source.local:
         raise ZbfxError(
             "check runs in one process, and a model with DTensor parameters runs on several: check the model before "
             "its parameters are distributed"
         )
-    checked_seed(seed)
-    finite_number("tolerance", tolerance, "how far results may differ, relative to their largest value")
-    finite_number("floor", floor, "how far results may differ, relative to the largest value of all")
     failed: Exception | None = None
     for values in Values:
         try:
-            return compared(pipe, values, seed, tolerance, floor)
+            return compare_all(pipe, source, values, seed, tolerance, floor)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -107,10 +121,10 @@ def check(pipe: Pipeline, *, seed: int = 0, tolerance: float = 1e-6, floor: floa
     ) from failed
 
 
-def compared(pipe: Pipeline, values: Values, seed: int, tolerance: float, floor: float) -> Report:
+def compare_all(pipe: Compiled, source: Source, values: Values, seed: int, tolerance: float, floor: float) -> Report:
     """The report on two microbatches of these values."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    tensors, rows = random_data(pipe, generator, values)
+    tensors, rows = random_data(pipe, source, generator, values)
     microbatches = [ops.Microbatch(row, rng.mix(seed, index)) for index, row in enumerate(rows)]
     loss_gradient = torch.tensor(1.0 / len(rows), dtype=pipe.reduction.dtype, device=pipe.device)
     with torch.autocast(pipe.device.type, enabled=False):
@@ -125,7 +139,7 @@ def compared(pipe: Pipeline, values: Values, seed: int, tolerance: float, floor:
         elif finding := compare(name, want, have, tolerance, least):
             findings.append(finding)
     findings += [Finding(name, "different", float("inf")) for name in found if name not in expected]
-    own = own_losses(pipe, tensors, rows)
+    own = own_losses(pipe, source, tensors, rows)
     for index, loss in enumerate(own):
         rounding = torch.finfo(loss.dtype).eps ** 0.5
         name = f"loss {index} of the model itself (a Python value that changes from call to call?)"
@@ -134,16 +148,16 @@ def compared(pipe: Pipeline, values: Values, seed: int, tolerance: float, floor:
     return Report(len(expected) + len(own), bitwise, tuple(findings))
 
 
-def own_losses(pipe: Pipeline, tensors: Tensors, rows: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+def own_losses(pipe: Compiled, source: Source, tensors: Tensors, rows: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
     """The losses of a copy of the user's model on these tensors; none if it draws random numbers."""
     if any(is_random(node) for node in pipe.joint.graph.nodes):
         return []
     memo: dict[int, Any] = {}
-    for name, live in pipe.tensors().named.items():
+    for name, live in source.tensors.items():
         given = tensors.named[name].clone() if name in tensors.named else torch.zeros_like(live, device=pipe.device)
         memo[id(live)] = nn.Parameter(given, live.requires_grad) if isinstance(live, nn.Parameter) else given.detach()
-    model = copy.deepcopy(pipe.model, memo)
-    loss_fn = copy.deepcopy(pipe.loss_fn, memo) if isinstance(pipe.loss_fn, nn.Module) else pipe.loss_fn
+    model = copy.deepcopy(source.model, memo)
+    loss_fn = copy.deepcopy(source.loss_fn, memo) if isinstance(source.loss_fn, nn.Module) else source.loss_fn
     objective = Objective(model, loss_fn, pipe.signature, traced=False)
     with torch.enable_grad():
         return [objective.losses(tuple(row.values()))[0].detach() for row in rows]
@@ -173,11 +187,13 @@ def compare(name: str, want: Tensor, have: Tensor | None, tolerance: float, leas
     return Finding(name, "doubled" if doubled else "different", error)
 
 
-def random_data(pipe: Pipeline, generator: torch.Generator, values: Values) -> tuple[Tensors, list[dict[str, Tensor]]]:
+def random_data(
+    pipe: Compiled, source: Source, generator: torch.Generator, values: Values
+) -> tuple[Tensors, list[dict[str, Tensor]]]:
     """Random parameters and buffers, and two microbatches: new floats, and the example's integers in two orders; or
     the model's own values and the example twice; or zeros for the microbatches."""
     named: dict[str, Tensor] = {}
-    live = pipe.tensors().named
+    live = source.tensors
     for node, port in pipe.joint.input_ports().items():
         if port.role in (Role.PARAMETER, Role.BUFFER):
             named[port.name] = random_like(node.meta["val"], live[port.name], generator, pipe.device)
@@ -282,9 +298,9 @@ def port_value(role: Role, name: str, tensors: Tensors, microbatch: ops.Microbat
 
 @torch.no_grad()
 def split_results(
-    pipe: Pipeline, tensors: Tensors, microbatches: list[ops.Microbatch], loss_gradient: Tensor
+    pipe: Compiled, tensors: Tensors, microbatches: list[ops.Microbatch], loss_gradient: Tensor
 ) -> dict[str, Tensor]:
-    """The same from the stages' F, B and W, on all ranks of the pipeline, in this process."""
+    """Losses, summed gradients and final buffers of the stages' F, B and W, on all ranks, in this process."""
     runners = local_runners(pipe, apart(pipe, len(microbatches)), tensors, transports.Mailbox())
     runners[pipe.loss_rank].combine = lambda *losses: losses[0]  # each is compared by itself
     for runner in runners:
@@ -296,7 +312,7 @@ def split_results(
     return results | {str(port): tensors.named[port.name].detach() for port in written}
 
 
-def apart(pipe: Pipeline, microbatches: int) -> tuple[Program, ...]:
+def apart(pipe: Compiled, microbatches: int) -> tuple[Program, ...]:
     """Programs that run all Fs, then all Bs, then all Ws."""
     costs = pipe.schedule.costs
     orders = []

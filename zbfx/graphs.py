@@ -6,7 +6,8 @@
     Split       the phase, F, B or W, of each node
     Stage       the F, B and W graphs of one stage and their calling convention
 
-A value keeps the name of its node in the joint graph all the way down to the rank programs.
+A value keeps the name of its node in the joint graph all the way down to the rank programs. Records that hold graphs
+are equal to themselves alone.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class TokenCount:
         return count
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Joint:
     """One functional aten graph of forward, loss and backward of one microbatch.
 
@@ -97,7 +98,7 @@ class Joint:
         return dict(zip(self.placeholders, self.inputs, strict=True))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Line:
     """The nodes of a joint graph along the model.
 
@@ -120,7 +121,7 @@ class Line:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Placed:
     """A joint graph with a stage for each node that belongs to one.
 
@@ -134,7 +135,7 @@ class Placed:
     stage_count: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Split:
     """A placed joint graph with a phase (F, B or W) for each node that has a stage."""
 
@@ -157,7 +158,7 @@ class CallBytes:
     usual: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Phase:
     """The F, B or W of one stage as a graph.
 
@@ -215,7 +216,7 @@ class Phase:
         return {**read, **dict(written)}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stage:
     """One stage's phases, and about each name in their `values` and `results`: its fake value (`examples`), the
     storage behind it and that storage's bytes (`storages`; an expression where sizes are symbols), and the stage and

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from zbfx.arguments import kind_of, true_or_false, whole_number
+from zbfx.arguments import finite_number, kind_of, true_or_false, whole_number
 from zbfx.errors import ZbfxError, listed
 from zbfx.passes.recompute import LEVELS, Level
 from zbfx.plan import CostTable
+from zbfx.schedule.orders.registry import is_searched
 from zbfx.schedule.schedule import Schedule
 
 V_SCHEDULES = ("zb-v", "zb-v-order", "v-half", "v-min")
@@ -20,6 +22,107 @@ LINEAR_SCHEDULES = ("1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
 
 DEVICES = ("cpu", "cuda")
 FEW_BYTES = 1000.0  # less than any limit
+CHECKS = (True, False, "auto")
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """How a rank's program runs: with phases compiled by inductor, or as they are; launched, or captured as a graph."""
+
+    name: str
+    compiles: bool = False
+    captures: bool = False
+
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("eager"),
+        Backend("inductor", compiles=True),
+        Backend("cudagraph", captures=True),
+        Backend("cudagraph+inductor", compiles=True, captures=True),
+    )
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """What `compile` was asked for, under the names of its arguments, and what follows from it alone.
+
+    Ranks compare all fields but `device`, of which each has its own. Raises `ZbfxError` for what no pipeline has.
+    """
+
+    stages: int
+    microbatches: int
+    device: torch.device = field(compare=False)
+    loss_reduction: str = "mean"
+    schedule: Any = "auto"
+    mem_limit: Any = None
+    costs: CostTable | str = "estimate"
+    cuts: tuple[str, ...] | None = None
+    stages_per_rank: int | None = None
+    backend: str = "eager"
+    overlap: bool = False
+    recompute: str = "auto"
+    optimizer_slots: float | None = None
+    rebalance: bool = False
+    check: bool | str = "auto"
+
+    def __post_init__(self) -> None:
+        check_schedule(self.schedule)
+        placement_of(self.schedule, self.stages, self.stages_per_rank)
+        check_limit(self.mem_limit)
+        check_costs(self.costs)
+        check_recompute(self.recompute)
+        whole_number("microbatches", self.microbatches, "how many microbatches a step runs")
+        check_backend(self.backend, self.device)
+        if self.check not in CHECKS:
+            raise ZbfxError(f"check is one of {CHECKS}; found {self.check!r}")
+        if self.optimizer_slots is not None:
+            meaning = "how many tensors the optimizer keeps for each parameter"
+            finite_number("optimizer_slots", self.optimizer_slots, meaning)
+        check_rebalance(self.rebalance, self.costs, self.cuts)
+
+    @property
+    def runs(self) -> Backend:
+        return BACKENDS[self.backend]
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether the order is left to the search."""
+        return is_searched(self.schedule)
+
+    @property
+    def measures(self) -> bool:
+        """Whether costs are taken on the device."""
+        return self.costs == "measure"
+
+    @property
+    def limits_bytes(self) -> bool:
+        """Whether `mem_limit` is on all that a rank holds; else it is on activations, if there is one."""
+        return self.mem_limit is not None and self.multiple is None
+
+    @property
+    def multiple(self) -> float | None:
+        """What `mem_limit` allows, in the activations of 1F1B, where it is such a multiple."""
+        text = self.mem_limit.strip().lower() if isinstance(self.mem_limit, str) else ""
+        return float(text[:-1]) if text.endswith("x") else None
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """The levels of recomputation that a plan may use, least first."""
+        if self.recompute != "auto":
+            return (Level(self.recompute),)
+        return LEVELS if self.mem_limit is not None and not isinstance(self.costs, CostTable) else LEVELS[:1]
+
+    @property
+    def placements(self) -> tuple[tuple[int, ...], ...]:
+        """Those to compare, stage -> rank; all but the first for limits in bytes alone."""
+        first = placement_of(self.schedule, self.stages, self.stages_per_rank)
+        is_fixed = isinstance(self.costs, CostTable) or self.cuts is not None or self.stages_per_rank is not None
+        if self.schedule != "auto" or is_fixed or self.stages == 1:
+            return (first,)
+        return (first, placement_of("zb-v", self.stages, None))
 
 
 def checked_model(model: Any) -> nn.Module:
@@ -55,23 +158,23 @@ def checked_examples(
     return tuple(example_inputs), dict(example_kwargs or {}), targets
 
 
-def checked_schedule(schedule: Any) -> Any:
+def check_schedule(schedule: Any) -> None:
     if isinstance(schedule, str | Schedule) or callable(schedule):
-        return schedule
+        return
     if isinstance(schedule, Sequence) and all(isinstance(order, Sequence) for order in schedule):
-        return schedule
+        return
     raise ZbfxError(
         f"schedule is a name, a Schedule, one order of actions per rank, or a function (costs, microbatches) -> "
         f"orders; found {kind_of(schedule)}"
     )
 
 
-def checked_cuts(cuts: Any) -> Sequence[str] | None:
+def checked_cuts(cuts: Any) -> tuple[str, ...] | None:
     if cuts is None:
         return None
     if isinstance(cuts, str) or not isinstance(cuts, Sequence) or not all(isinstance(c, str) and c for c in cuts):
         raise ZbfxError(f"cuts is a list of names of submodules, like ['layers.4', 'layers.8']; found {cuts!r}")
-    return cuts
+    return tuple(cuts)
 
 
 def placement_of(schedule: Any, ranks: Any, stages_per_rank: Any) -> tuple[int, ...]:
@@ -110,41 +213,41 @@ def refuse_stages_per_rank(schedule: str, found: int | None) -> None:
         )
 
 
-def checked_limit(mem_limit: Any) -> Any:
+def check_limit(mem_limit: Any) -> None:
     """A multiple that is no text would be taken for bytes."""
     if isinstance(mem_limit, float) and 0 < mem_limit < FEW_BYTES:
         raise ZbfxError(
             f"mem_limit is a number of bytes; found {mem_limit!r}. Say '{mem_limit:g}x' for so many times what the "
             f"activations of 1F1B need"
         )
-    return mem_limit
 
 
-def checked_rebalance(rebalance: Any, costs: Any, cuts: Any) -> bool:
-    """Whether to cut stages again; only where they are measured, and no cuts are the user's."""
+def check_costs(costs: Any) -> None:
+    if not isinstance(costs, CostTable) and costs not in ("estimate", "measure"):
+        raise ZbfxError(f"costs is 'estimate', 'measure' or a CostTable; found {costs!r}")
+
+
+def check_recompute(recompute: Any) -> None:
+    if recompute != "auto" and recompute not in LEVELS:
+        raise ZbfxError(f"recompute is one of {', '.join(Level)}, auto; found {recompute!r}")
+
+
+def check_backend(backend: Any, device: torch.device) -> None:
+    if backend not in BACKENDS:
+        raise ZbfxError(f"backend is one of {', '.join(BACKENDS)}; found {backend!r}")
+    if BACKENDS[backend].captures and device.type != "cuda":
+        raise ZbfxError(
+            f"backend={backend!r} captures CUDA graphs and needs a CUDA device; found {device}. Use 'eager'"
+        )
+
+
+def check_rebalance(rebalance: Any, costs: Any, cuts: Any) -> None:
+    """Stages are cut again only where they are measured, and no cuts are the user's."""
     if true_or_false("rebalance", rebalance) and (costs != "measure" or cuts is not None):
         raise ZbfxError(
             f"rebalance=True cuts stages again by their measured seconds, so it needs costs='measure' and no cuts; "
-            f"found costs={costs if isinstance(costs, str) else 'a table'!r}, cuts={cuts!r}"
+            f"found costs={costs if isinstance(costs, str) else 'a table'!r}, cuts={cuts and list(cuts)!r}"
         )
-    return bool(rebalance)
-
-
-def levels_of(recompute: Any, mem_limit: Any, costs: Any) -> tuple[Level, ...]:
-    """The levels of recomputation that a plan may use, least first."""
-    if recompute != "auto":
-        if recompute not in tuple(Level):
-            raise ZbfxError(f"recompute is one of {', '.join(Level)}, auto; found {recompute!r}")
-        return (Level(recompute),)
-    return LEVELS if mem_limit is not None and not isinstance(costs, CostTable) else LEVELS[:1]
-
-
-def placements_of(schedule: Any, ranks: Any, stages_per_rank: Any, *, fixed: bool) -> tuple[tuple[int, ...], ...]:
-    """The placements to compare under a limit in bytes; `fixed`: the stages are the user's."""
-    first = placement_of(schedule, ranks, stages_per_rank)
-    if fixed or schedule != "auto" or stages_per_rank is not None or ranks == 1:
-        return (first,)
-    return (first, placement_of("zb-v", ranks, None))
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -3,64 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbfx.arguments import finite_number, whole_number
-from zbfx.comm.channels import Channels, checked_transport
-from zbfx.comm.place import Place, find_place
+from zbfx.arguments import compared, whole_number
+from zbfx.comm.channels import Channels
 from zbfx.comm.together import on_all_ranks, waiting
-from zbfx.comm.transports import Mailbox
-from zbfx.costs import estimate, measure
+from zbfx.compiled import Compiled, Traced
 from zbfx.costs.links import measured_link
 from zbfx.errors import ZbfxError
-from zbfx.fit import Request, fit
-from zbfx.graphs import Joint, Stage
-from zbfx.memory.predict import ADAM_SLOTS, MemoryReport, Predictor, RankMemory, Setting, free_bytes
+from zbfx.fit import fit
+from zbfx.graphs import Stage
+from zbfx.memo import Memo
+from zbfx.memory.predict import MemoryReport, RankMemory, resolved
 from zbfx.options import (
+    Options,
     checked_cuts,
     checked_device,
     checked_examples,
-    checked_limit,
     checked_model,
     checked_overlap,
-    checked_rebalance,
-    checked_schedule,
     device_of,
-    levels_of,
-    placements_of,
 )
 from zbfx.passes.canonicalize import canonicalize
-from zbfx.passes.recompute import Level
 from zbfx.plan import CostTable
 from zbfx.program.boxed import Compiler
-from zbfx.program.chain import chain_of, loss_layout, loss_rank
-from zbfx.program.codegen import Program, generate
-from zbfx.program.messages import SharedGradient, messages_of, shared_gradients
-from zbfx.program.reductions import RankReductions
-from zbfx.replicas import replicated, sharded
-from zbfx.runtime.agreement import prepare
-from zbfx.runtime.bind import bound_step
-from zbfx.runtime.captured import checked_backend
-from zbfx.runtime.engine import local_engine
-from zbfx.runtime.local_step import LocalStep
-from zbfx.runtime.rank_step import RankStep
-from zbfx.runtime.runner import Tensors
-from zbfx.runtime.step import StepOptions
+from zbfx.program.codegen import Program
+from zbfx.replicas import replicated
+from zbfx.runtime.bind import bound_step, local_step, process_place
+from zbfx.runtime.one_of_many import OneOfMany
+from zbfx.runtime.options import BindOptions, StepOptions
+from zbfx.runtime.ranks import AllHere
+from zbfx.runtime.step import Step
 from zbfx.schedule.schedule import Schedule
-from zbfx.selfcheck import checked_choice, checked_pipeline
-from zbfx.stages import Cutting
+from zbfx.selfcheck import self_checked
 from zbfx.trace.guard import Guard
 from zbfx.trace.loss import Reduction, separate_count
-from zbfx.trace.signature import Signature
+from zbfx.trace.source import Source
 from zbfx.trace.tensor_parallel import local_parts, refuse_measuring
-from zbfx.trace.tracer import canonical_names, named_tensors, trace
+from zbfx.trace.tracer import named_tensors, trace
+from zbfx.variants import Variants
 
 
 def compile(
@@ -132,84 +120,34 @@ def compile(
     model = checked_model(model)
     inputs, kwargs, targets = checked_examples(example_inputs, example_kwargs, example_targets, loss_fn)
     device = checked_device(device_of(model) if device is None else device)
-    hardware = estimate.hardware_of(device)
-    fixed = isinstance(costs, CostTable) or cuts is not None
-    placements = placements_of(checked_schedule(schedule), stages, stages_per_rank, fixed=fixed)
-    levels = levels_of(recompute, checked_limit(mem_limit), costs)
-    whole_number("microbatches", microbatches, "how many microbatches a step runs")
-    backend, cuts, check = checked_backend(backend, device), checked_cuts(cuts), checked_choice(check)
-    overlaps = checked_overlap(overlap, device)
-    if optimizer_slots is not None:
-        finite_number("optimizer_slots", optimizer_slots, "how many tensors the optimizer keeps for each parameter")
-
+    options = Options(
+        stages=stages,
+        microbatches=microbatches,
+        device=device,
+        loss_reduction=loss_reduction,
+        schedule=schedule,
+        mem_limit=mem_limit,
+        costs=costs,
+        cuts=checked_cuts(cuts),
+        stages_per_rank=stages_per_rank,
+        backend=backend,
+        overlap=checked_overlap(overlap, device),
+        recompute=recompute,
+        optimizer_slots=optimizer_slots,
+        rebalance=rebalance,
+        check=check,
+    )
     local = local_parts(named_tensors(model, loss_fn))
     refuse_measuring(local, costs)
-
-    asked = {
-        "stages": stages,
-        "microbatches": microbatches,
-        "loss_reduction": loss_reduction,
-        "schedule": schedule if isinstance(schedule, str) else type(schedule).__name__,
-        "mem_limit": mem_limit,
-        "costs": costs if isinstance(costs, str) else type(costs).__name__,
-        "cuts": cuts,
-        "stages_per_rank": stages_per_rank,
-        "backend": backend,
-        "overlap": overlaps,
-        "recompute": recompute,
-        "optimizer_slots": optimizer_slots,
-        "rebalance": checked_rebalance(rebalance, costs, cuts),
-        "check": check,
-    }
-    traced = partial(trace, model, loss_fn, inputs, kwargs, targets, device=device)
-    raw, signature = on_all_ranks("compile (the trace)", traced, asked)
-    examples = tuple(signature.flatten((*inputs, *targets), kwargs))
+    tracing = partial(trace, model, loss_fn, inputs, kwargs, targets, device=options.device)
+    raw, signature = on_all_ranks("compile (the trace)", tracing, compared(options))
     raw = separate_count(raw)
+    examples = tuple(signature.flatten((*inputs, *targets), kwargs))
     reduction = Reduction.of(raw, loss_reduction, microbatches)
-    joint, random = canonicalize(raw), not backend.startswith("cudagraph")
-    compiler = Compiler(backend)
-    cutting = Cutting(
-        joint=joint,
-        ranks=stages,
-        hardware=hardware,
-        node_s=measure.node_timer(costs, joint, hardware, device),
-        cuts=cuts,
-        costs=costs,
-        conditions=measure.Conditions(device, compiler, overlaps),
-        first=levels[0],
-        random=random,
-        rebalance=rebalance,
-    )
-    if mem_limit == "auto":
-        mem_limit = free_bytes(device, stages)
-        optimizer_slots = ADAM_SLOTS if optimizer_slots is None else optimizer_slots
-    optimizer_slots = optimizer_slots or 0.0
-    setting = Setting(device, backend, optimizer_slots, measured=costs == "measure", overlap=overlaps)
-    found = fit(
-        [partial(cutting.forms, placement) for placement in placements],
-        levels,
-        Request(microbatches, schedule, mem_limit, overlaps),
-        Predictor(raw, signature, microbatches, setting).memory,
-    )
-    pipe = Pipeline(
-        model=model,
-        loss_fn=loss_fn,
-        guard=Guard.of(model, loss_fn),
-        signature=signature,
-        examples=examples,
-        reduction=reduction,
-        joint=raw,
-        stages=found.stages,
-        schedule=found.schedule,
-        programs=found.programs,
-        setting=setting,
-        compiler=compiler,
-        request=schedule,
-        mem_limit=mem_limit,
-        levels=found.levels,
-        local=local,
-    )
-    return checked_pipeline(pipe, check)
+    traced, memo = Traced(raw, canonicalize(raw), signature, examples, reduction), Memo()
+    source = Source(model, loss_fn, Guard.of(model, loss_fn), local)
+    compiled = self_checked(fit(traced, resolved(options), memo), source)
+    return Pipeline(compiled, source, memo(Compiler, options.runs.compiles))
 
 
 @dataclass(frozen=True, repr=False)
@@ -217,69 +155,47 @@ class Pipeline:
     """A compiled pipeline, ready to run: `run_local` in this process, `bind` over torch.distributed.
 
     `schedule` prints as a grid; `programs[rank].code` is what a rank does; `stages[i].phases["F"].module.code` is what
-    an action computes.
+    an action computes. `compiled` has everything that the model was made into, `source` the model itself.
     """
 
-    model: nn.Module
-    loss_fn: Callable[..., Tensor] | None
-    guard: Guard
-    signature: Signature
-    examples: tuple[Tensor, ...]  # the tensors of the example microbatch
-    reduction: Reduction
-    joint: Joint
-    stages: tuple[Stage, ...]
-    schedule: Schedule
-    programs: tuple[Program, ...]
-    setting: Setting
+    compiled: Compiled
+    source: Source
     compiler: Compiler
-    request: Any  # the schedule and the limit that compile was asked for
-    mem_limit: Any
-    levels: tuple[Level, ...]  # of recomputation, of each stage
-    reductions: tuple[RankReductions, ...] = ()  # per rank, what is summed over replicas; (): there is one
-    local: Mapping[str, nn.Parameter] = field(default_factory=dict)  # this process's parts of sharded parameters
-    exposed_s: float = 0.0  # how much longer the iteration time is for it, as planned
 
-    @cached_property
+    @property
+    def model(self) -> nn.Module:
+        return self.source.model
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.compiled.schedule
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return self.compiled.stages
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        return self.compiled.programs
+
+    @property
     def memory(self) -> tuple[RankMemory, ...]:
-        """What each rank holds in a step, at every action, by storages (`zbfx.memory.predict`)."""
-        predictor = Predictor(self.joint, self.signature, self.reduction.microbatches, self.setting)
-        return predictor.memory(self.programs)
+        """What each rank holds in a step, at every action, by storages (`zbfx.memory`)."""
+        return self.compiled.memory
 
     @property
     def device(self) -> torch.device:
-        return self.setting.device
+        return self.compiled.device
 
     @property
     def backend(self) -> str:
-        return self.setting.backend
+        return self.compiled.options.backend
 
     def memory_report(self) -> MemoryReport:
         """A record that prints what each rank holds: static parts, the peak, and what is live at the peak."""
         return MemoryReport(self.memory, self.schedule.mem_limit)
 
-    @property
-    def loss_rank(self) -> int:
-        return loss_rank(self.stages, self.schedule.costs.placement)
-
-    def tensors(self) -> Tensors:
-        """The model's live tensors by canonical name."""
-        canonical = canonical_names(self.model, self.loss_fn)
-        named = {**named_tensors(self.model, self.loss_fn), **self.local}
-        return Tensors({name: named[name] for name in dict.fromkeys(canonical.values())}, self.joint.constants)
-
-    def validated(self, ranks: tuple[int, ...], state_size: int) -> Pipeline:
-        """The same pipeline with programs for optimizer steps without a barrier; `ranks` as in `Chain`."""
-        messages = messages_of(self.stages, self.schedule)
-        chain = chain_of(self.schedule, messages, ranks, loss_layout(self.stages), state_size)
-        return replace(self, programs=generate(self.stages, self.schedule, self.reductions, chain))
-
-    @property
-    def shared_gradients(self) -> tuple[SharedGradient, ...]:
-        return shared_gradients(self.stages, self.schedule.costs.placement)
-
-    def run_local(
-        self, *, seed: int | None = None, on_nonfinite: str = "keep", on_new_shape: str = "refuse"
-    ) -> LocalStep:
+    def run_local(self, *, seed: int | None = None, on_nonfinite: str = "keep", on_new_shape: str = "refuse") -> Step:
         """A step that runs every rank in this process, one after the other: the same results, without a launcher.
 
         `seed` fixes the random numbers; by default they follow `torch.manual_seed`. `on_nonfinite` says what becomes
@@ -288,16 +204,15 @@ class Pipeline:
         trace once with symbols for the sizes that change, and put in the numbers of every further shape; where the
         model's code does not allow that, it is compiled like "recompile", and the notes of its schedule say why.
         """
-        options = StepOptions(torch.initial_seed() if seed is None else seed, on_nonfinite, on_new_shape)
-        mailbox = Mailbox()
-        engine = local_engine(self, self.tensors(), mailbox)
-        prepare(self, engine)
-        return LocalStep(engine, options, mailbox)
+        options, ranks = StepOptions(seed, on_nonfinite, on_new_shape), AllHere()
+        options.check()
+        variants = Variants(self.compiled, self.source, ranks, symbolic=options.is_symbolic)
+        return local_step(self.compiled, self.source, ranks, options, variants.of)
 
     def replicated(self, replicas: int) -> Pipeline:
         """This pipeline as one of several replicas, with gradients summed over them: what `bind` with a mesh runs."""
         whole_number("replicas", replicas, "how many pipelines train on different data")
-        return replicated(self, replicas)
+        return replace(self, compiled=replicated(self.compiled, replicas))
 
     def bind(
         self,
@@ -309,7 +224,7 @@ class Pipeline:
         on_new_shape: str = "refuse",
         zero: int = 0,
         transport: str = "auto",
-    ) -> RankStep:
+    ) -> Step:
         """This process's part of the pipeline, over torch.distributed (call `init_process_group` first).
 
         The pipeline's ranks are the processes of torch.distributed; a rank, if given, must be this process's. A
@@ -339,40 +254,21 @@ class Pipeline:
         values of replicas differ.
         """
 
-        def prepared() -> tuple[Place, StepOptions]:
-            finite_number("timeout_s", timeout_s, "how many seconds to wait for another rank", above_zero=True)
-            checked_transport(transport, self.device)
-            place = find_place(len(self.programs), rank_or_mesh)
-            replicas = len(place.replicas)
-            if self.reductions and replicas == 1:
-                raise ZbfxError(
-                    "this pipeline sums gradients over replicas; found one replica. Bind it to a mesh with more"
-                )
-            if zero not in (0, 1) or (zero and replicas == 1):
-                raise ZbfxError(f"zero is 0, or 1 with several replicas; found {zero!r} with {replicas}")
-            return place, StepOptions(torch.initial_seed() if seed is None else seed, on_nonfinite, on_new_shape)
-
-        asked = {
-            "mesh": isinstance(rank_or_mesh, DeviceMesh),
-            "timeout_s": timeout_s,
-            "seed": seed,
-            "on_nonfinite": on_nonfinite,
-            "on_new_shape": on_new_shape,
-            "zero": zero,
-            "transport": transport,
-            "device": self.device.type,
-        }
-        place, options = on_all_ranks("bind", prepared, asked)
-        replicas = len(place.replicas)
+        on_mesh, device = isinstance(rank_or_mesh, DeviceMesh), self.device.type
+        options = BindOptions(seed, on_nonfinite, on_new_shape, timeout_s, zero, transport, on_mesh, device)
+        finding = partial(process_place, self.compiled, rank_or_mesh, options)
+        place = on_all_ranks("bind", finding, compared(options))
         with waiting(place.name, "the other ranks in bind, one of which"):
-            channels = Channels(place, self.device, timedelta(seconds=timeout_s), transport)
-        link = measured_link(channels) if self.setting.measured and replicas > 1 else None
-        pipe = replicated(self, replicas, link)
+            ranks = OneOfMany(Channels(place, self.device, timedelta(seconds=timeout_s), transport))
+        link = measured_link(ranks.channels) if self.compiled.options.measures and ranks.replicas > 1 else None
+        compiled = replicated(self.compiled, ranks.replicas, link)
+        compiled = compiled.sharded() if zero else compiled
+        variants = Variants(compiled, self.source, ranks, symbolic=options.is_symbolic)
         with waiting(place.name, "the other ranks in bind, one of which"):
-            return bound_step(sharded(pipe) if zero else pipe, channels, options)
+            return bound_step(compiled, self.source, self.compiler, ranks, options, variants.of)
 
     def __repr__(self) -> str:
-        stages, ranks, microbatches = len(self.stages), len(self.programs), self.reduction.microbatches
+        stages, ranks, microbatches = len(self.stages), len(self.programs), self.schedule.microbatches
         return f"Pipeline({self.schedule.name}: {stages} stages on {ranks} ranks, {microbatches} microbatches)"
 
     def __deepcopy__(self, memo: object) -> Pipeline:

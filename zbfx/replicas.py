@@ -1,30 +1,26 @@
-"""A pipeline -> the same as one of several replicas, with the sums of gradients in its programs (appendix A)."""
+"""A compiled pipeline -> one of several replicas, with the sums of gradients in its programs (appendix A)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from zbfx.compiled import Compiled
 from zbfx.costs import estimate
 from zbfx.costs.estimate import Link
 from zbfx.graphs import Phase, Stage
 from zbfx.passes.cluster import inseparable, part
 from zbfx.plan import Kind
-from zbfx.program.codegen import generate
 from zbfx.program.messages import TensorLayout, layout_of, shared_gradients
 from zbfx.program.reductions import Bucket, RankReductions, shared_buckets, size_bytes
 from zbfx.schedule.tail import Portion, Tail, best_tail, ending_with, endings, tail_of
 
-if TYPE_CHECKING:
-    from zbfx.pipeline import Pipeline
-
 BUCKET_COUNTS = (1, 2, 4, 8, 16, 32)  # tried: more of them hide better, and each waits for the link once
 
 
-def replicated(pipe: Pipeline, replicas: int, link: Link | None = None, *, cluster: bool = True) -> Pipeline:
+def replicated(pipe: Compiled, replicas: int, link: Link | None = None, *, cluster: bool = True) -> Compiled:
     """`pipe` as one of so many replicas; itself if there is only one, or if it is already.
 
     For each rank the planner chooses buckets, and, with `cluster`, how many of its last Ws run bucket by bucket.
@@ -33,7 +29,7 @@ def replicated(pipe: Pipeline, replicas: int, link: Link | None = None, *, clust
         return pipe
     hardware = estimate.hardware_of(pipe.device)
     link = link or Link(hardware.link_latency_s, hardware.link_bytes_per_s, replicas)
-    plans = [best_plan(pipe, rank, link.sum_s, cluster) for rank in range(len(pipe.programs))]
+    plans = [best_plan(pipe, rank, link.sum_s, cluster) for rank in range(len(pipe.schedule.ranks))]
     schedule = ending_with(pipe.schedule, [tail for _, tail, _ in plans])
     reductions = tuple(found for found, _, _ in plans)
     lasting = [
@@ -43,21 +39,14 @@ def replicated(pipe: Pipeline, replicas: int, link: Link | None = None, *, clust
     exposed_s = max(0.0, max(lasting) - pipe.schedule.iteration_s)
     notes = [note(rank, *plan) for rank, plan in enumerate(plans) if plan[0].buckets]
     schedule = replace(schedule, notes=(*schedule.notes, *notes))
-    programs = generate(pipe.stages, schedule, reductions)
-    return replace(pipe, schedule=schedule, reductions=reductions, exposed_s=exposed_s, programs=programs)
-
-
-def sharded(pipe: Pipeline) -> Pipeline:
-    """A replicated pipeline with ZeRO-1: programs begin by collecting the parameters from the replicas."""
-    reductions = tuple(found.sharded() for found in pipe.reductions)
-    return replace(pipe, reductions=reductions, programs=generate(pipe.stages, pipe.schedule, reductions))
+    return replace(pipe, schedule=schedule, reductions=reductions, exposed_s=exposed_s)
 
 
 def best_plan(
-    pipe: Pipeline, rank: int, sum_s: Callable[[int], float], cluster: bool
+    pipe: Compiled, rank: int, sum_s: Callable[[int], float], cluster: bool
 ) -> tuple[RankReductions, Tail, Tail]:
     """What a rank reduces and when, its planned end, and the planned end with the same buckets and no W in parts."""
-    placement = pipe.schedule.costs.placement
+    placement = pipe.placement
     stages = [stage for stage in pipe.stages if placement[stage.index] == rank]
     shared = shared_buckets(shared_gradients(pipe.stages, placement), rank)
     groups = gradient_groups(pipe, stages, {bucket.key for bucket in shared})
@@ -94,7 +83,7 @@ class Group:
         return sum(size_bytes(layout) for layout in self.layouts.values())
 
 
-def gradient_groups(pipe: Pipeline, stages: Sequence[Stage], shared: Collection[str]) -> list[Group]:
+def gradient_groups(pipe: Compiled, stages: Sequence[Stage], shared: Collection[str]) -> list[Group]:
     """The gradients of these stages, shared ones aside, in groups; those that a backward makes first in front."""
     hardware = estimate.hardware_of(pipe.device)
     found = []

@@ -7,51 +7,44 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy
 import torch
 
 from zbfx import rng
-from zbfx.check import Report, check
+from zbfx.check import Report, check_compiled
 from zbfx.comm.together import on_all_ranks
-from zbfx.errors import TraceError, ZbfxError, first_line
+from zbfx.compiled import Compiled
+from zbfx.errors import TraceError, first_line
 from zbfx.passes.nodes import value_bytes
+from zbfx.trace.source import Source
 
-if TYPE_CHECKING:
-    from zbfx.pipeline import Pipeline
-
-CHOICES = (True, False, "auto")
 LARGEST_BYTES, LARGEST_NODES, LARGEST_S = 1 << 26, 3000, 0.02  # of values, of the graph, of a microbatch's work
 TOLERANCE = 1e-3  # what is lost, doubled or baked in is wrong by as much as it is large
 
 
-def checked_choice(choice: bool | str) -> bool | str:
-    if choice not in CHOICES:
-        raise ZbfxError(f"check is one of {CHOICES}; found {choice!r}")
-    return choice
-
-
-def checked_pipeline(pipe: Pipeline, choice: bool | str) -> Pipeline:
-    """The pipeline, once `check` has found it right, if `choice` asks for it. Raises `TraceError` if it is wrong.
+def self_checked(pipe: Compiled, source: Source) -> Compiled:
+    """The pipeline, once `check` has found it right, if the options ask for it. Raises `TraceError` if it is wrong.
 
     Where "auto" finds no memory for it, the schedule's notes say so.
     """
-    return pipe if choice is False else on_all_ranks("compile (the check)", partial(run, pipe, choice))
+    choice = pipe.options.check
+    return pipe if choice is False else on_all_ranks("compile (the check)", partial(checked, pipe, source, choice))
 
 
-def run(pipe: Pipeline, choice: bool | str) -> Pipeline:
+def checked(pipe: Compiled, source: Source, choice: bool | str) -> Compiled:
     """Within one process: a model may have its data on one rank and none on another."""
-    if choice == "auto" and not is_small(pipe):
+    if choice == "auto" and not is_small(pipe, source):
         return pipe
     try:
         with undisturbed(pipe.device):
-            report = check(pipe, tolerance=TOLERANCE, floor=TOLERANCE**2)
+            report = check_compiled(pipe, source, 0, TOLERANCE, TOLERANCE**2)
     except (MemoryError, torch.OutOfMemoryError) as error:
         if choice is True:
             raise
         note = f"not checked: {type(error).__name__}: {first_line(error)}"
-        return replace(pipe, schedule=replace(pipe.schedule, notes=(*pipe.schedule.notes, note)))
+        schedule = replace(pipe.schedule, notes=(*pipe.schedule.notes, note))
+        return pipe.described(schedule)
     if not report:
         raise TraceError(refusal(report))
     return pipe
@@ -73,12 +66,12 @@ def refusal(report: Report) -> str:
     )
 
 
-def is_small(pipe: Pipeline) -> bool:
+def is_small(pipe: Compiled, source: Source) -> bool:
     """Whether checking costs about a second, in this process, on tensors that are there."""
-    if pipe.local:
+    if source.local:
         return False
-    nodes = pipe.joint.graph.nodes
-    if any(tensor.is_meta for tensor in (*pipe.tensors().named.values(), *pipe.examples)) or len(nodes) > LARGEST_NODES:
+    nodes, tensors = pipe.joint.graph.nodes, source.tensors.values()
+    if any(tensor.is_meta for tensor in (*tensors, *pipe.examples)) or len(nodes) > LARGEST_NODES:
         return False
     if pipe.device.type == "cuda" and not torch.cuda.is_available():
         return False

@@ -6,15 +6,16 @@ ops are missing in evaluation, shapes may choose a branch) by the stages that ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sympy
 from torch import Tensor
 
-from zbfx.costs import estimate
-from zbfx.costs.estimate import Formulas
+from zbfx.candidate import with_pairs
+from zbfx.compiled import Compiled
+from zbfx.costs.estimate import Formulas, estimate, formulas, hardware_of
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Joint, Role, Stage, copy_graph
 from zbfx.passes.canonicalize import canonicalize
@@ -24,21 +25,16 @@ from zbfx.passes.sizes import joint_with_numbers, stage_with_numbers
 from zbfx.passes.split import split
 from zbfx.plan import Action, CostTable, Kind
 from zbfx.program.chain import loss_phase
-from zbfx.program.codegen import generate
 from zbfx.program.messages import parameter_holders
+from zbfx.runtime.ranks import Ranks
 from zbfx.schedule import plan, simulate
-from zbfx.schedule.beside import run_beside
-from zbfx.schedule.orders.registry import is_searched
 from zbfx.schedule.schedule import Schedule
 from zbfx.trace.loss import Reduction, separate_count
 from zbfx.trace.signature import Signature
+from zbfx.trace.source import Source
 from zbfx.trace.symbols import GuardBroken, Numbers, Place, Shapes, Sizes, changed
 from zbfx.trace.tracer import trace
 
-if TYPE_CHECKING:
-    from zbfx.pipeline import Pipeline
-
-FORWARD = "forward"  # the name of a schedule without backwards
 REPLAN_S = 1.0  # seconds to search for the schedule of a further shape
 
 
@@ -47,17 +43,15 @@ class Variants:
 
     `symbolic`: trace once with a symbol for each size that changes, and put in the numbers of every further shape.
     Where that does not hold (the model's code fixes a size, or chooses by it), a shape is traced like any other, and
-    the schedule's notes say why. `planned` calls what it gets with a request for a schedule, and gives all ranks one.
+    the schedule's notes say why.
     """
 
-    def __init__(
-        self, pipe: Pipeline, planned: Callable[[Callable[[Any], Schedule]], Schedule], *, symbolic: bool
-    ) -> None:
-        self.pipe, self.planned, self.symbolic = pipe, planned, symbolic
+    def __init__(self, pipe: Compiled, source: Source, ranks: Ranks, *, symbolic: bool) -> None:
+        self.pipe, self.source, self.ranks, self.symbolic = pipe, source, ranks, symbolic
         self.templates: dict[bool, list[Template]] = {False: [], True: []}
         self.fixed: dict[bool, set[Place]] = {False: set(), True: set()}
 
-    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, *, evaluation: bool) -> Pipeline:
+    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, *, evaluation: bool) -> Compiled:
         """The pipeline for a microbatch like (args, kwargs), planned anew for its costs: to train, or to evaluate.
 
         Raises `ZbfxError` if the model reads other parameters for it than a stage's rank holds.
@@ -68,26 +62,46 @@ class Variants:
                 return self.substituted(args, kwargs, microbatches, evaluation)
             except GuardBroken as reason:
                 notes = (f"traced for these shapes: {reason}",)
-        raw, signature = traced(self.pipe, args, kwargs, evaluation)
-        stages = staged(self.pipe, raw, evaluation)
-        table = estimate.estimate(stages, self.pipe.schedule.costs.placement, estimate.hardware_of(self.pipe.device))
+        raw, signature = self.traced(args, kwargs, evaluation)
+        stages = restaged(self.pipe, raw, evaluation)
+        table = estimate(stages, self.pipe.placement, hardware_of(self.pipe.device))
         schedule = self.plan(table, microbatches, evaluation, notes)
         return assembled(self.pipe, raw, signature, signature.flatten(args, kwargs), stages, schedule)
 
+    def traced(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], evaluation: bool, sizes: Sizes | None = None
+    ) -> tuple[Joint, Signature]:
+        source, count = self.source, self.pipe.signature.input_count
+        raw, signature = trace(
+            source.model,
+            source.loss_fn,
+            tuple(args[:count]),
+            dict(kwargs),
+            tuple(args[count:]),
+            device=self.pipe.device,
+            evaluation=evaluation,
+            sizes=sizes,
+            undo=source.guard.undo,
+        )
+        return separate_count(raw), signature
+
     def plan(self, costs: CostTable, microbatches: int, evaluation: bool, notes: tuple[str, ...] = ()) -> Schedule:
+        """An order for these costs, the same on every rank: replicas, each with a batch of its own, keep the first
+        shape's."""
+        options, replicated = self.pipe.options, self.ranks.replicas > 1
         if evaluation:
             found = forward_schedule(costs, microbatches)
         else:
-            limit = self.pipe.mem_limit
-            found = self.planned(
-                lambda request: plan(costs, microbatches, schedule=request, mem_limit=limit, budget_s=REPLAN_S)
-            )
+            request = self.pipe.schedule if replicated else options.schedule
+            found = plan(costs, microbatches, schedule=request, mem_limit=options.mem_limit, budget_s=REPLAN_S)
+            found = found if replicated else self.ranks.first(found)
         return replace(found, notes=(*found.notes, *notes))
 
     def substituted(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, evaluation: bool
-    ) -> Pipeline:
-        """The same without a trace of its own, if a template holds for it or can be made. Raises `GuardBroken`."""
+    ) -> Compiled:
+        """The pipeline from a template, without a trace of its own. Raises `GuardBroken` where no template can be
+        made."""
         shapes = [tuple(tensor.shape) for tensor in self.pipe.signature.flatten(args, kwargs)]
         for template in self.templates[evaluation]:
             if template.covers(shapes):
@@ -103,7 +117,7 @@ class Variants:
             raise GuardBroken("a size of 0 or 1 is a constant to the tracer")
         sizes = Sizes(signature_of(self.pipe, args, kwargs), groups)
         try:
-            template = Template.of(self.pipe, sizes, args, kwargs, evaluation)
+            template = self.template(sizes, args, kwargs, evaluation)
         except Exception as error:
             self.fixed[evaluation] |= set(sizes.ints)
             raise GuardBroken(f"the model cannot be traced with symbols: {type(error).__name__}: {error}") from error
@@ -113,13 +127,18 @@ class Variants:
 
     def from_template(
         self, template: Template, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, evaluation: bool
-    ) -> Pipeline:
+    ) -> Compiled:
         signature = signature_of(self.pipe, args, kwargs)
         tensors = signature.flatten(args, kwargs)
         values = template.sizes.values([tuple(tensor.shape) for tensor in tensors])
         raw, stages = template.at(values)
         schedule = self.plan(template.formulas.at(values), microbatches, evaluation)
         return assembled(self.pipe, raw, signature, tensors, stages, schedule)
+
+    def template(self, sizes: Sizes, args: Sequence[Any], kwargs: Mapping[str, Any], evaluation: bool) -> Template:
+        raw, _ = self.traced(args, kwargs, evaluation, sizes)
+        stages = restaged(self.pipe, raw, evaluation)
+        return Template(sizes, raw, stages, formulas(stages, self.pipe.placement, hardware_of(self.pipe.device)))
 
 
 @dataclass(frozen=True)
@@ -130,15 +149,6 @@ class Template:
     joint: Joint
     stages: tuple[Stage, ...]
     formulas: Formulas
-
-    @classmethod
-    def of(
-        cls, pipe: Pipeline, sizes: Sizes, args: Sequence[Any], kwargs: Mapping[str, Any], evaluation: bool
-    ) -> Template:
-        raw, _ = traced(pipe, args, kwargs, evaluation, sizes)
-        stages = staged(pipe, raw, evaluation)
-        placement, hardware = pipe.schedule.costs.placement, estimate.hardware_of(pipe.device)
-        return cls(sizes, raw, stages, estimate.formulas(stages, placement, hardware))
 
     def covers(self, shapes: Shapes) -> bool:
         """Whether these shapes differ from the template's in its symbols alone."""
@@ -156,33 +166,14 @@ class Template:
         return joint_with_numbers(self.joint, numbers), tuple(stage_with_numbers(s, numbers) for s in self.stages)
 
 
-def signature_of(pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+def signature_of(pipe: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
     count = pipe.signature.input_count
     return Signature.of(tuple(args[:count]), kwargs, tuple(args[count:]))
 
 
-def traced(
-    pipe: Pipeline, args: Sequence[Any], kwargs: Mapping[str, Any], evaluation: bool, sizes: Sizes | None = None
-) -> tuple[Joint, Signature]:
-    count = pipe.signature.input_count
-    inputs, targets = tuple(args[:count]), tuple(args[count:])
-    raw, signature = trace(
-        pipe.model,
-        pipe.loss_fn,
-        inputs,
-        dict(kwargs),
-        targets,
-        device=pipe.device,
-        evaluation=evaluation,
-        sizes=sizes,
-        undo=pipe.guard.undo,
-    )
-    return separate_count(raw), signature
-
-
-def staged(pipe: Pipeline, raw: Joint, evaluation: bool) -> tuple[Stage, ...]:
+def restaged(pipe: Compiled, raw: Joint, evaluation: bool) -> tuple[Stage, ...]:
     """The stages of another graph of the model, each with the operations and parameters of the pipeline's."""
-    placement = pipe.schedule.costs.placement
+    placement = pipe.placement
     joint = canonicalize(forward_only(raw) if evaluation else raw)
     placed = place_same(joint, canonicalize(pipe.joint), [stage.start for stage in pipe.stages[1:]])
     if placed is None:
@@ -194,19 +185,14 @@ def staged(pipe: Pipeline, raw: Joint, evaluation: bool) -> tuple[Stage, ...]:
 
 
 def assembled(
-    pipe: Pipeline,
+    pipe: Compiled,
     raw: Joint,
     signature: Signature,
     examples: Sequence[Tensor],
     stages: tuple[Stage, ...],
     schedule: Schedule,
-) -> Pipeline:
-    trains = schedule.name != FORWARD
-    if trains and pipe.schedule.beside:
-        apart = frozenset(stage.index for stage in stages if stage.runs_beside)
-        schedule = run_beside(schedule, apart, move=is_searched(pipe.request))
-    reductions = tuple(found.whole() if trains else found.forward() for found in pipe.reductions)
-    return replace(
+) -> Compiled:
+    made = replace(
         pipe,
         signature=signature,
         examples=tuple(examples),
@@ -214,9 +200,13 @@ def assembled(
         joint=raw,
         stages=stages,
         schedule=schedule,
-        programs=generate(stages, schedule, reductions),
-        reductions=reductions,
+        chain=None,
     )
+    if not made.trains:
+        return replace(made, reductions=tuple(found.forward() for found in pipe.reductions))
+    if pipe.schedule.beside:
+        made = replace(made, schedule=with_pairs(schedule, stages, pipe.options))
+    return replace(made, reductions=tuple(found.whole() for found in pipe.reductions))
 
 
 def owners(stages: Sequence[Stage]) -> dict[str, frozenset[int]]:
@@ -246,7 +236,7 @@ def forward_schedule(costs: CostTable, microbatches: int) -> Schedule:
         for rank in range(costs.rank_count)
     )
     timed = simulate(costs, microbatches, ranks)
-    return Schedule(FORWARD, costs, microbatches, ranks, timed.spans, timed.peak_bytes)
+    return Schedule("forward", costs, microbatches, ranks, timed.spans, timed.peak_bytes)
 
 
 def refuse_moved_parameters(before: Sequence[Stage], after: Sequence[Stage], placement: Sequence[int]) -> None:

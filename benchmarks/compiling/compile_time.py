@@ -30,8 +30,8 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import zbfx
-import zbfx.costs.measure
-import zbfx.fit
+import zbfx.candidate
+import zbfx.compiled
 import zbfx.pipeline
 from benchmarks.gpt import CONFIGS, GPT, next_token_loss
 from benchmarks.report import append_row, environment
@@ -55,13 +55,13 @@ CASES = {
 STEPS = {
     "trace": (zbfx.pipeline, "trace"),
     "canonicalize": (zbfx.pipeline, "canonicalize"),
-    "partition": (zbfx.stages, "partition"),
-    "split": (zbfx.stages, "split"),
-    "extract": (zbfx.stages, "extract"),
-    "cost": (zbfx.stages, "cost_table"),
-    "plan": (zbfx.fit, "plan"),
-    "codegen": (zbfx.fit, "generate"),
-    "memory": (zbfx.fit, "timed"),
+    "partition": (zbfx.candidate, "partition"),
+    "split": (zbfx.candidate, "split"),
+    "extract": (zbfx.candidate, "extract"),
+    "cost": (zbfx.candidate, "cost_table"),
+    "plan": (zbfx.candidate, "plan"),
+    "codegen": (zbfx.compiled, "generate"),
+    "memory": (zbfx.candidate, "predict"),
 }
 
 
@@ -117,7 +117,7 @@ def compile_case(case: Case, schedule: str) -> dict[str, Any]:
         **{name: getattr(case, name) for name in ("config", "stages", "microbatch_size", "microbatches")},
         "schedule": schedule,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "nodes": len(pipe.joint.graph.nodes),
+        "nodes": len(pipe.compiled.joint.graph.nodes),
         "seconds": {step: round(step_s, 3) for step, step_s in seconds.items()},
         "total_s": round(total_s, 3),
         "cpu_s": round(cpu_s, 3),

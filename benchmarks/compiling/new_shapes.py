@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import zbfx
 from benchmarks.coverage import zoo_cases
 from benchmarks.rows import git_commit
+from zbfx.compiled import Compiled
 from zbfx.graphs import Phase
 
 NAMES = ("gpt2", "llama", "bert", "t5", "mixtral", "vit", "mamba")
@@ -56,7 +57,7 @@ def structure(phase: Phase) -> list[tuple[str, str]]:
     ]
 
 
-def same(one: zbfx.Pipeline, other: zbfx.Pipeline) -> bool:
+def same(one: Compiled, other: Compiled) -> bool:
     pairs = zip(one.stages, other.stages, strict=True)
     graphs = all(structure(a.phases[kind]) == structure(b.phases[kind]) for a, b in pairs for kind in a.phases)
     return graphs and one.schedule.ranks == other.schedule.ranks
@@ -86,7 +87,7 @@ def row(name: str) -> dict[str, Any]:
         reasons |= {note for note in found["symbolic"].schedule.notes if note.startswith("traced for")}
     return {
         "architecture": name,
-        "nodes": len(pipe.joint.graph.nodes),
+        "nodes": len(pipe.compiled.joint.graph.nodes),
         "compile_s": seconds["compile"][0],
         "first_s": seconds["symbolic"][0],
         "substitute_s": median(seconds["symbolic"][1:]),

@@ -43,7 +43,6 @@ from benchmarks.coverage.random_models import (
 )
 from zbfx.errors import ZbfxError
 from zbfx.plan import Action, CostTable, Kind
-from zbfx.program.codegen import generate
 from zbfx.schedule import plan
 
 TOLERANCE = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-4}
@@ -195,7 +194,7 @@ def rescheduled(pipe: zbfx.Pipeline, fuzzed: Fuzzed, schedule: str) -> zbfx.Pipe
     costs = pipe.schedule.costs
     order: Any = user_order(costs, fuzzed) if schedule == "user" else schedule
     planned = plan(costs, fuzzed.microbatches, schedule=order, budget_s=SEARCH_S)
-    return replace(pipe, schedule=planned, programs=generate(pipe.stages, planned))
+    return replace(pipe, compiled=replace(pipe.compiled, schedule=planned))
 
 
 def user_order(costs: CostTable, fuzzed: Fuzzed) -> list[list[Action]]:

@@ -85,7 +85,7 @@ def examine(case: Case, progress: Progress) -> None:
     pipe = zbfx.compile(
         model, stages=STAGES, microbatches=MICROBATCHES, example_kwargs=batches[0], schedule="zb-h1", device="cpu"
     )
-    progress.note(traces=True, cuts=True, compile_s=perf_counter() - begun, nodes=len(pipe.joint.graph.nodes))
+    progress.note(traces=True, cuts=True, compile_s=perf_counter() - begun, nodes=len(pipe.compiled.joint.graph.nodes))
     pipe.run_local().run_split([((), batch) for batch in batches])
     error, wrong = difference(gradients(model), expected)
     progress.note(error=error)

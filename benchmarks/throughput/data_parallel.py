@@ -156,10 +156,11 @@ class ReplicaBenchmark(Benchmark):
         mesh = self.mesh(case.sums)
         if case.sums != "alone":
             link = self.link(mesh, case.ranks)
-            pipe = replicated(pipe, self.replicas, link, cluster=case.sums == "clustered")
-            found = pipe.reductions
+            compiled = replicated(pipe.compiled, self.replicas, link, cluster=case.sums == "clustered")
+            pipe = replace(pipe, compiled=compiled)
+            found = pipe.compiled.reductions
             self.planned = {
-                "planned_exposed_ms": pipe.exposed_s * 1e3,
+                "planned_exposed_ms": pipe.compiled.exposed_s * 1e3,
                 "sums_mib": [sum(bucket.size_bytes for bucket in r.buckets) / 2**20 for r in found],
                 "buckets": [len(r.buckets) for r in found],
                 "trailing": [r.trailing for r in found],

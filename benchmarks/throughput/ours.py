@@ -13,7 +13,7 @@ from benchmarks.measure import Runnable, reset_peak
 from benchmarks.place import Place, layer_counts, placement
 from benchmarks.stages import CONFIGS, batch, fill, pieces
 from benchmarks.throughput.cases import Case, ZbfxSchedule
-from zbfx.runtime.rank_step import RankStep
+from zbfx.runtime.step import Step
 
 V_SCHEDULES = ("zb-v", "v-half", "v-min")
 
@@ -32,7 +32,7 @@ def ours(case: Case, place: Place, costs: str) -> Runnable:
     )
 
 
-def bound(case: Case, place: Place, costs: str) -> tuple[zbfx.Pipeline, RankStep]:
+def bound(case: Case, place: Place, costs: str) -> tuple[zbfx.Pipeline, Step]:
     """The case's pipeline and this rank's step."""
     config = CONFIGS[case.config]
     with torch.device("meta"):

@@ -19,7 +19,7 @@ from tests.support.models import Problem, numbers, squares
 from tests.support.reference import assert_same, compiled, reference, stepped
 from zbfx import NoFeasibleSchedule, ZbfxError
 from zbfx.plan import CostTable, Edge, StageCost
-from zbfx.runtime.local_step import LocalStep
+from zbfx.runtime.step import Step
 from zbfx.schedule import check, plan
 
 
@@ -51,7 +51,7 @@ def test_case_71_parameters_do_not_depend_on_the_number_of_ranks() -> None:
         assert len({p.detach().numpy().tobytes() for p in held.values()}) == len(held)  # no two alike
 
 
-def optimizers(step: LocalStep) -> list[dict[str, Any]]:
+def optimizers(step: Step) -> list[dict[str, Any]]:
     """One AdamW per rank, over the rank's parameters by name."""
     return [
         {"names": list(runner.parameters), "adam": torch.optim.AdamW(runner.parameters.values(), lr=1e-2)}
@@ -59,7 +59,7 @@ def optimizers(step: LocalStep) -> list[dict[str, Any]]:
     ]
 
 
-def train(step: LocalStep, ranks: list[dict[str, Any]], problem: Problem, steps: range) -> list[Tensor]:
+def train(step: Step, ranks: list[dict[str, Any]], problem: Problem, steps: range) -> list[Tensor]:
     losses = []
     for count in steps:
         for rank in ranks:

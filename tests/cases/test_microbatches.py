@@ -43,7 +43,7 @@ def test_case_40_count_beside_random_numbers() -> None:
     targets = torch.tensor([1, -100, 2, 3])
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
     problem = Problem(model, token_sum, (numbers(4, WIDTH),), (targets,))
-    count = compiled(problem, 2, 2).reduction.count
+    count = compiled(problem, 2, 2).compiled.reduction.count
     assert count is not None
     assert count.inputs == ("targets[0]",)
     assert [int(count({"targets[0]": part})) for part in targets.split(2)] == [1, 2]

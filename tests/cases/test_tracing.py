@@ -219,7 +219,7 @@ def test_case_25_device_of_factories() -> None:
     on_meta = of(positions)
     on_meta.model.to("meta")
     pipe = compiled(replace(on_meta, inputs=(on_meta.inputs[0].to("meta"),)), 2, 3, device="cpu")
-    devices = {n.kwargs["device"] for n in pipe.joint.graph.nodes if n.kwargs.get("device") is not None}
+    devices = {n.kwargs["device"] for n in pipe.compiled.joint.graph.nodes if n.kwargs.get("device") is not None}
     assert devices == {torch.device("cpu")}
     on_meta.model.to_empty(device="cpu").load_state_dict(problem.model.state_dict())
     assert_same(stepped(on_meta, pipe), reference(problem, 3), TOLERANCE)

@@ -32,7 +32,7 @@ from benchmarks.gpt import GPT, GPTConfig, next_token_loss
 from zbfx.comm import copies
 from zbfx.comm.copies import INBOX_BYTES, SLOT_BYTES, close_lines, open_lines, room
 from zbfx.comm.place import find_place
-from zbfx.runtime.captured import BACKENDS
+from zbfx.options import BACKENDS
 from zbfx.runtime.fingerprint import fingerprints
 
 SMALL = GPTConfig(layers=6, hidden=256, heads=4, sequence=128, vocabulary=512)

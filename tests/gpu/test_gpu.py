@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from zbfx.runtime.captured import BACKENDS
+from zbfx.options import BACKENDS
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = float(os.environ.get("GPU_TEST_LIMIT_S", "280"))

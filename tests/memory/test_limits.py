@@ -66,7 +66,7 @@ def step(pipe: zbfx.Pipeline) -> tuple[torch.Tensor, Gradients]:
 def test_no_run_exceeds_its_limit_and_every_peak_is_predicted_to_the_byte() -> None:
     inputs, targets = problem().inputs, problem().targets
     for limit, pipe in sweep().limited.items():
-        rows = pipe.signature.split((*inputs, *targets), {}, MICROBATCHES)
+        rows = pipe.compiled.signature.split((*inputs, *targets), {}, MICROBATCHES)
         counters = measured_peaks(pipe, rows)
         actual = [memory.static.total + c.peak for memory, c in zip(pipe.memory, counters, strict=True)]
         assert actual == [memory.peak_bytes for memory in pipe.memory]

@@ -27,7 +27,7 @@ from tests.support.models import (
     unet_group_norm,
     vit,
 )
-from tests.support.reference import beside, compiled, rescheduled
+from tests.support.reference import beside, compiled, rescheduled, with_other
 from zbfx.costs import measure
 from zbfx.costs.made_up import arguments_of, made_up
 from zbfx.costs.measure import with_call_bytes
@@ -35,7 +35,6 @@ from zbfx.graphs import CallBytes
 from zbfx.memory.walk import Moment
 from zbfx.plan import Kind
 from zbfx.program.boxed import Compiler, boxed
-from zbfx.program.codegen import generate
 
 MICROBATCHES = 5
 LINEAR = ("gpipe", "1f1b", "zb-h1", "zb-h2")
@@ -49,7 +48,7 @@ def pipeline(make: Maker, schedule: str) -> zbfx.Pipeline:
 
 def rows_of(make: Maker, pipe: zbfx.Pipeline) -> list[list[torch.Tensor]]:
     problem = make(MICROBATCHES)
-    return pipe.signature.split((*problem.inputs, *problem.targets), problem.kwargs, MICROBATCHES)
+    return pipe.compiled.signature.split((*problem.inputs, *problem.targets), problem.kwargs, MICROBATCHES)
 
 
 @pytest.mark.parametrize("schedule", [*LINEAR, *PLACED])
@@ -68,7 +67,7 @@ def note_end(died: list[bool], state: dict[str, bool]) -> None:
 
 def test_compiled_phases_let_go_of_their_arguments() -> None:
     pipe = compiled(mlp(2), 1, 2, schedule="zb-h1")
-    compiler = Compiler("inductor")
+    compiler = Compiler(compiles=True)
     for kind, phase in pipe.stages[0].phases.items():
         inputs = phase.module.graph.find_nodes(op="placeholder")
         args = [made_up(node.meta["val"], torch.device("cpu")) for node in inputs]
@@ -91,7 +90,7 @@ def test_compiled_products_are_added_where_the_gradient_is() -> None:
     """Neither into a copy of it, nor copied back."""
     phase = compiled(mlp(2), 1, 2, schedule="zb-h1").stages[0].phases[Kind.W]
     args = [made_up(n.meta["val"], torch.device("cpu")) for n in phase.module.graph.find_nodes(op="placeholder")]
-    run = Compiler("inductor")(phase)
+    run = Compiler(compiles=True)(phase)
     with torch.no_grad():
         run(list(args))
         with torch.profiler.profile(acc_events=True) as profile:
@@ -105,7 +104,7 @@ def test_compiled_products_are_added_where_the_gradient_is() -> None:
 def moments_with(pipe: zbfx.Pipeline, measured: dict[Kind, CallBytes]) -> tuple[Moment, ...]:
     """Of rank 0, where calls of stage 0 were measured to hold so much."""
     stages = (with_call_bytes(pipe.stages[0], measured), pipe.stages[1])
-    found = replace(pipe, stages=stages, programs=generate(stages, pipe.schedule))
+    found = with_other(pipe, stages=stages)
     assert found.memory[1] == pipe.memory[1]
     return found.memory[0].moments
 

@@ -22,7 +22,6 @@ from zbfx import rng
 from zbfx.optim import PostValidated, pending
 from zbfx.optim.state import Act
 from zbfx.program.calls import PhaseCall
-from zbfx.program.codegen import generate
 from zbfx.runtime.runner import RankRunner
 
 BLOCKS, WIDTH, MICROBATCHES = 4, 6, 3
@@ -138,7 +137,7 @@ def poisoned(ranks: int, steps: set[int], stage: int = 1, phase: str = "F", **op
     problem.model.load_state_dict(first)
     problem.model.get_buffer("gain").fill_(1.0)
     problem.model.zero_grad()
-    step = replace(pipe, programs=generate(pipe.stages, pipe.schedule)).run_local()
+    step = replace(pipe, compiled=replace(pipe.compiled)).run_local()  # programs of its own
     prepare = options.pop("prepare", lambda optimizer: None)
 
     def patched(optimizer: PostValidated) -> None:

@@ -46,7 +46,7 @@ def test_a_prefix_posts_what_prefixes_send_alone(schedule: str) -> None:
     """A prefix may run twice, and as a captured graph ends once all that it posted has come."""
     problem = mirrored(MICROBATCHES)
     pipe = compiled(problem, RANKS, MICROBATCHES, schedule=schedule)
-    for program in pipe.validated(tuple(range(RANKS)), state_size=1).programs:
+    for program in pipe.compiled.validated(tuple(range(RANKS)), state_size=1).programs:
         posts = [str(n.args[1]) for n in list(program.module.graph.nodes)[: program.verdict[0]] if n.target is ops.post]
         assert {program.messages[key].producer for key in posts} <= program.chain.early
         assert posts or program.rank == 0

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import zbfx
 from tests.support.devices import BESIDE, MAIN, Device, Events
 from tests.support.models import ROWS, Problem, mean_squares, mlp, numbers
 from tests.support.reference import compiled
 from zbfx.comm.transports import GroupTransport
+from zbfx.compiled import Compiled
 from zbfx.program.chain import Chain, chain_of, loss_layout, order_of_ranks
 from zbfx.program.codegen import Program, optimizer_program
 from zbfx.program.messages import messages_of
@@ -91,7 +91,7 @@ def zeros(made: list[Tensor], box: list[Any]) -> list[Tensor]:
     return made
 
 
-def runner_of(pipe: zbfx.Pipeline, program: Program, device: Device) -> RankRunner:
+def runner_of(pipe: Compiled, program: Program, device: Device) -> RankRunner:
     """Its phases make zeros."""
     runner = RankRunner(program, Tensors({}, {}), GroupTransport(program.messages, device), ())  # type: ignore[arg-type]
     runner.combine = lambda *losses: torch.zeros(())
@@ -103,9 +103,9 @@ def runner_of(pipe: zbfx.Pipeline, program: Program, device: Device) -> RankRunn
 
 
 def launch(
-    pipe: zbfx.Pipeline, chain: Chain, program: Program, device: Device, *, captured: bool, early: bool = False
+    pipe: Compiled, chain: Chain, program: Program, device: Device, *, captured: bool, early: bool = False
 ) -> None:
-    """Steps of a rank, as `CapturedStep` and `RankStep` launch them, and the optimizer's. `early`: ranks tell each
+    """Steps of a rank, as `CapturedStep` and `Step` launch them, and the optimizer's. `early`: ranks tell each
     other why a step is skipped before they launch the rest of the next one."""
     runner = runner_of(pipe, program, device)
     optimizer = runner_of(pipe, optimizer_program(chain, pipe.schedule, program.rank), device)
@@ -155,11 +155,11 @@ def launch(
 
 
 @functools.cache
-def validated(far: int, schedule: str) -> tuple[zbfx.Pipeline, Chain]:
+def validated(far: int, schedule: str) -> tuple[Compiled, Chain]:
     pipe = compiled(problem(far), 4, MICROBATCHES, schedule=schedule)
-    order = order_of_ranks(pipe.schedule, pipe.loss_rank)
+    order = order_of_ranks(pipe.schedule, pipe.compiled.loss_rank)
     messages, layout = messages_of(pipe.stages, pipe.schedule), loss_layout(pipe.stages)
-    return pipe.validated(order, 1), chain_of(pipe.schedule, messages, order, layout, 1)
+    return pipe.compiled.validated(order, 1), chain_of(pipe.schedule, messages, order, layout, 1)
 
 
 @pytest.mark.parametrize("far", [0, 5])

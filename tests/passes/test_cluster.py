@@ -5,6 +5,8 @@ Run: pytest tests/passes/test_cluster.py (CPU, one process).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import fx
@@ -47,9 +49,9 @@ def test_same_bits_as_whole_ws(make: Maker, schedule: str) -> None:
     problem = make(M)
     pipe = rescheduled(compiled(problem, 2, M), M, schedule)
     loss, gradients = stepped(problem, pipe)
-    clustered = replicated(pipe, 2, SLOW)
+    clustered = replicated(pipe.compiled, 2, SLOW)
     assert any(found.trailing > 1 for found in clustered.reductions)
-    found_loss, found_gradients = stepped(problem, clustered)
+    found_loss, found_gradients = stepped(problem, replace(pipe, compiled=clustered))
     assert torch.equal(found_loss, loss)
     for name, gradient in gradients.items():
         found = found_gradients[name]
@@ -76,7 +78,7 @@ def calls_and_sums(program: zbfx.program.codegen.Program) -> list[tuple[str, set
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2"])
 def test_each_sum_starts_right_after_the_last_w_of_its_bucket(schedule: str) -> None:
-    pipe = replicated(rescheduled(compiled(mlp(M), 2, M), M, schedule), 2, SLOW)
+    pipe = replicated(rescheduled(compiled(mlp(M), 2, M), M, schedule).compiled, 2, SLOW)
     for program in pipe.programs:
         found = calls_and_sums(program)
         sums = [index for index, (kind, _) in enumerate(found) if kind == "sum"]
@@ -92,7 +94,7 @@ def test_each_sum_starts_right_after_the_last_w_of_its_bucket(schedule: str) -> 
 
 
 def test_without_clustering_all_sums_wait_for_the_last_w() -> None:
-    pipe = replicated(compiled(mlp(M), 2, M), 2, SLOW, cluster=False)
+    pipe = replicated(compiled(mlp(M), 2, M).compiled, 2, SLOW, cluster=False)
     for program in pipe.programs:
         kinds = [kind for kind, _ in calls_and_sums(program)]
         assert kinds == ["call"] * kinds.count("call") + ["sum"] * kinds.count("sum")
@@ -101,7 +103,7 @@ def test_without_clustering_all_sums_wait_for_the_last_w() -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
 @pytest.mark.parametrize("bytes_per_s", [1e7, 1e8, 1e9])
 def test_clustering_hides_more(schedule: str, bytes_per_s: float) -> None:
-    pipe = rescheduled(compiled(mlp(M), 2, M), M, schedule)
+    pipe = rescheduled(compiled(mlp(M), 2, M), M, schedule).compiled
     link = Link(0.0, bytes_per_s, replicas=2)
     clustered, whole = replicated(pipe, 2, link), replicated(pipe, 2, link, cluster=False)
     for ours, theirs in zip(clustered.reductions, whole.reductions, strict=True):

@@ -53,7 +53,7 @@ def test_recomputed_values_have_the_same_bits_and_the_predicted_size(level: str)
     expected = stepped(problem, compiled(problem, 2, 3))
     pipe = compiled(problem, 2, 3, recompute=level)
     assert_same(stepped(problem, pipe), expected, tolerance=0)
-    rows = pipe.signature.split((*problem.inputs, *problem.targets), problem.kwargs, 3)
+    rows = pipe.compiled.signature.split((*problem.inputs, *problem.targets), problem.kwargs, 3)
     assert [memory.highest.peak_bytes for memory in pipe.memory] == [c.peak for c in measured_peaks(pipe, rows)]
 
 

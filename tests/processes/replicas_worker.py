@@ -26,7 +26,7 @@ from tests.support.models import Maker, Problem, gpt, gpt2, mlp
 from tests.support.reference import compiled, loss_of, relative_error, rescheduled
 from zbfx.optim import PostValidated
 from zbfx.options import placement_of
-from zbfx.runtime import rank_step
+from zbfx.runtime import launched
 from zbfx.schedule import names
 from zbfx.schedule.orders.registry import SEARCHED
 
@@ -245,7 +245,7 @@ def sweep(replicas: int, ranks: int, rank: int) -> dict[str, Any]:
 
 
 def small(rank: int) -> dict[str, Any]:
-    rank_step.LOADS = ("cpu",)
+    launched.LOADS = ("cpu",)
     prepared = pipelines(2, 2, gpt, ["gpipe", "1f1b", "zb-h1", "zb-h2", "v-min", "interleaved-1f1b"])
     return two_by_two(prepared | pipelines(2, 2, gpt2, ["zb-h1", "zb-v-order"]), rank)
 

@@ -31,7 +31,7 @@ from tests.support.models import Problem, gpt, gpt2, mlp, numbers
 from tests.support.optimizers import optimizer_ranks, replicated_ranks
 from tests.support.reference import compiled, reference, rescheduled
 from zbfx.comm import channels
-from zbfx.runtime import rank_step
+from zbfx.runtime import launched
 
 LIMIT_S = 100  # for all ranks to end
 STEPS = 20
@@ -198,7 +198,7 @@ def without_data(here: bool) -> Problem:
 def three_ranks(rank: int) -> dict[str, Any]:
     """A tied model whose copies differ before bind; then rank 1 dies in the middle of a step. What is loaded before
     messages, as on GPUs, changes nothing."""
-    rank_step.LOADS = ("cpu",)
+    launched.LOADS = ("cpu",)
     problem = gpt2(4)
     torch.manual_seed(rank)
     if rank == 2:

@@ -69,7 +69,7 @@ def test_gradients_are_summed_in_flat_tensors_after_a_model_was_moved(sharded: b
 def test_a_captured_step_sees_that_its_tensors_have_moved() -> None:
     parameter, gradient = nn.Parameter(torch.ones(2)), torch.ones(2)
     tensors = [parameter, gradient]
-    capture = Capture(None, torch.zeros(()), tensors=tensors, addresses=tuple(map(torch.Tensor.data_ptr, tensors)))  # type: ignore[arg-type]
+    capture = Capture(None, (), torch.zeros(()), tensors=tensors, addresses=tuple(map(torch.Tensor.data_ptr, tensors)))  # type: ignore[arg-type]
     assert not capture.is_left
     before, gradient.data = gradient.data, gradient.data.clone()
     assert capture.is_left

@@ -17,7 +17,7 @@ import zbfx
 from tests.support.models import Problem, gpt, mlp
 from tests.support.reference import assert_same, compiled, default_dtype, reference, stepped
 from zbfx.optim import PostValidated
-from zbfx.runtime.local_step import LocalStep
+from zbfx.runtime.step import Step
 
 
 def elsewhere(action: Callable[[], Any]) -> BaseException | None:
@@ -26,7 +26,7 @@ def elsewhere(action: Callable[[], Any]) -> BaseException | None:
         return threads.submit(action).exception()
 
 
-def beside(step: LocalStep, action: Callable[[], Any]) -> list[BaseException | None]:
+def beside(step: Step, action: Callable[[], Any]) -> list[BaseException | None]:
     """Has another thread act while the first of the step's phases runs, once; the list gets what that raised."""
     call = step.engine.runners[0].calls[0]
     take, raised = call.take, list[BaseException | None]()

@@ -20,7 +20,7 @@ from zbfx.comm import transports
 from zbfx.program import ops
 from zbfx.program.messages import Message
 from zbfx.runtime.engine import take_turns
-from zbfx.runtime.runner import RankRunner, Wait
+from zbfx.runtime.runner import RankRunner, Tensors, Wait
 
 
 class LiveBytes(TorchDispatchMode):
@@ -105,21 +105,21 @@ def counted(run: Generator[Wait, None, Any], counter: LiveBytes) -> Generator[Wa
 
 def measured_peaks(pipe: zbfx.Pipeline, rows: Sequence[Sequence[Tensor]], steps: int = 1) -> list[LiveBytes]:
     """Per rank, the counter after so many steps on these microbatches."""
-    tensors = pipe.tensors()
+    tensors = Tensors(pipe.source.tensors, pipe.compiled.joint.constants)
     mailbox = transports.Mailbox()
     counters = [LiveBytes() for _ in pipe.programs]
-    specs = pipe.signature.tensors
+    specs = pipe.compiled.signature.tensors
     runners = []
     for program, counter in zip(pipe.programs, counters, strict=True):
-        adds = {gradient.name for gradient in pipe.shared_gradients if gradient.holders[0] == program.rank}
+        adds = {gradient.name for gradient in pipe.compiled.shared_gradients if gradient.holders[0] == program.rank}
         transport = HoldingTransport(program.messages, mailbox, counter)
         runners.append(RankRunner(program, tensors, transport, adds))
     microbatches = [
         ops.Microbatch({s.name: ops.laid_out(t, s) for s, t in zip(specs, row, strict=True)}, rng.mix(0, k))
         for k, row in enumerate(rows)
     ]
-    scale = torch.ones((), dtype=pipe.reduction.dtype) / len(rows)
-    runners[pipe.loss_rank].combine = lambda *losses: pipe.reduction.combine(losses, scale)
+    scale = torch.ones((), dtype=pipe.compiled.reduction.dtype) / len(rows)
+    runners[pipe.compiled.loss_rank].combine = lambda *losses: pipe.compiled.reduction.combine(losses, scale)
     with torch.no_grad():
         for _ in range(steps):
             for runner in runners:

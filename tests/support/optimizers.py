@@ -15,7 +15,7 @@ from tests.support.models import Problem, gpt2, mirrored, mlp
 from tests.support.reference import compiled
 from zbfx.errors import PipelineFault
 from zbfx.optim import PostValidated
-from zbfx.runtime import rank_step
+from zbfx.runtime import launched
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -98,7 +98,7 @@ def same_bits(found: Result, expected: Result) -> bool:
 def optimizer_ranks(rank: int) -> dict[str, Any]:
     """Training over processes, with and without a barrier: the norm lies between what two ranks know, so that some step
     early and are wrong. What is loaded before messages, as on GPUs, changes nothing."""
-    rank_step.LOADS = ("cpu",)
+    launched.LOADS = ("cpu",)
     world = dist.get_world_size()
     results: dict[str, Any] = {}
     for name, schedule, max_norm in (("clips", "zb-h1", 0.1), ("h2", "zb-h2", 0.1), ("free", "1f1b", 10.0)):

@@ -18,14 +18,14 @@ from tests.support.models import Problem, mlp, numbers
 from tests.support.reference import compiled
 from zbfx.comm import history
 from zbfx.optim import PostValidated
-from zbfx.runtime.rank_step import RankStep
+from zbfx.runtime.step import Step
 
 COMPARE_S = 1.0
 
 Batch = tuple[Tensor, ...]
 
 
-def ready(problem: Problem, pipe: zbfx.Pipeline, **options: Any) -> tuple[RankStep, Batch]:
+def ready(problem: Problem, pipe: zbfx.Pipeline, **options: Any) -> tuple[Step, Batch]:
     """A step after one call of each kind, whose first batches are compared, and its batch."""
     step, batch = pipe.bind(**options), (*problem.inputs, *problem.targets)
     step(*batch)
@@ -139,7 +139,8 @@ def slow_ranks(rank: int) -> dict[str, Any]:
         time.sleep(1.0)
     losses += [float(step.evaluate(*batch)), float(step.run_split(halves(batch))), float(step(*batch))]
     time.sleep(0.5)
-    told = step.channels.history.told
+    ranks: Any = step.ranks
+    told = ranks.channels.history.told
     step.close()
     return {"losses": losses, "refused": refused, "told": told}
 

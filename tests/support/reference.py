@@ -21,7 +21,6 @@ from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.extract import extract
 from zbfx.passes.partition import partition
 from zbfx.passes.split import split
-from zbfx.program.codegen import generate
 from zbfx.program.messages import Message
 from zbfx.schedule import plan
 from zbfx.schedule.beside import run_beside
@@ -89,8 +88,13 @@ def compiled(problem: Problem, stages: int, microbatches: int, **options: Any) -
 def rescheduled(pipe: zbfx.Pipeline, microbatches: int, schedule: Any) -> zbfx.Pipeline:
     """The same stages in another order, without tracing again."""
     planned = plan(pipe.schedule.costs, microbatches, schedule=schedule)
-    reduction = replace(pipe.reduction, microbatches=microbatches)
-    return replace(pipe, schedule=planned, programs=generate(pipe.stages, planned), reduction=reduction)
+    reduction = replace(pipe.compiled.reduction, microbatches=microbatches)
+    return with_other(pipe, schedule=planned, reduction=reduction)
+
+
+def with_other(pipe: zbfx.Pipeline, **parts: Any) -> zbfx.Pipeline:
+    """The pipeline with other parts of what it was compiled to, and programs that follow from them."""
+    return replace(pipe, compiled=replace(pipe.compiled, **parts))
 
 
 def activations(pipe: zbfx.Pipeline) -> list[Message]:
@@ -104,7 +108,7 @@ def beside(pipe: zbfx.Pipeline) -> zbfx.Pipeline:
     free = [replace(stage, beside_s=stage.backward_input_s) for stage in pipe.schedule.costs.stages]
     costs = replace(pipe.schedule.costs, stages=tuple(free))
     schedule = run_beside(replace(pipe.schedule, costs=costs), frozenset(s.index for s in pipe.stages if s.runs_beside))
-    return replace(pipe, schedule=schedule, programs=generate(pipe.stages, schedule))
+    return with_other(pipe, schedule=schedule)
 
 
 def stepped(problem: Problem, pipe: zbfx.Pipeline, **options: Any) -> tuple[Tensor, Gradients]:

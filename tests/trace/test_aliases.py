@@ -84,12 +84,12 @@ def test_shared_memory_on_two_ranks_is_refused_and_on_one_is_not() -> None:
     named: dict[str, Tensor] = dict(model.named_parameters())
     holders = {name: (0 if "encoder" in name else 1,) for name in named}
     with pytest.raises(zbfx.ZbfxError) as caught:
-        refuse_apart(named, holders, pipe.joint)
+        refuse_apart(named, holders, pipe.compiled.joint)
     assert str(caught.value).startswith(
         "encoder.weight and decoder.weight share memory, and are used on ranks 0, 1: each of them would change only "
     )
-    refuse_apart(named, dict.fromkeys(named, (1,)), pipe.joint)
-    refuse_written(named, pipe.joint)  # a step changes no parameter
+    refuse_apart(named, dict.fromkeys(named, (1,)), pipe.compiled.joint)
+    refuse_written(named, pipe.compiled.joint)  # a step changes no parameter
 
 
 def test_spectral_norm_before_its_first_forward() -> None:

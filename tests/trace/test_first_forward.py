@@ -97,7 +97,7 @@ def test_tables_of_the_first_forward(way: str, forwards: str) -> None:
         if forwards == "before compile":
             case.model(case.inputs[0][:2])
         pipe = compiled(case, 2, 2, check=True)
-        held = [port.name for port in pipe.joint.inputs if port.role in (Role.BUFFER, Role.CONSTANT)]
+        held = [port.name for port in pipe.compiled.joint.inputs if port.role in (Role.BUFFER, Role.CONSTANT)]
         assert (len(held) > 1) == (forwards == "before compile")
         if forwards == "after compile":
             case.model(case.inputs[0][:3])

@@ -19,6 +19,7 @@ from tests.support.reference import assert_same, compiled, reference
 from zbfx import InputError, ZbfxError, check
 from zbfx.runtime.watch import Watch
 from zbfx.trace.guard import Guard
+from zbfx.trace.source import Source
 
 WIDTH = 6
 
@@ -222,8 +223,8 @@ def test_dtypes_that_come_back() -> None:
 def test_tensors_that_were_moved() -> None:
     """As `model.cpu()` does on a GPU, and here a pipeline that is said to have been bound elsewhere."""
     given = problem()
-    guard = Guard.of(given.model, squares)
-    watch = Watch(guard, given.model, squares, torch.device("cpu"), {})
+    source = Source(given.model, squares, Guard.of(given.model, squares))
+    watch = Watch(source, torch.device("cpu"), {})
     watch.check(lambda: {"first.bias", "bias"}, evaluation=False)
     watch.device = torch.device("meta")
     watch.check(lambda: {"first.bias", "bias"}, evaluation=False)  # nothing has changed since

@@ -151,7 +151,7 @@ def test_writes_into_parts_hold_what_is_predicted(body: Callable[[Any, Tensor], 
     """The microbatches are parts of one tensor, which no step copies whole."""
     problem = of(body)
     pipe = compiled(problem, stages, 3)
-    rows = pipe.signature.split(problem.inputs, {}, 3)
+    rows = pipe.compiled.signature.split(problem.inputs, {}, 3)
     peaks = [counter.peak for counter in measured_peaks(pipe, rows)]
     assert [memory.highest.peak_bytes for memory in pipe.memory] == peaks
 

@@ -24,7 +24,7 @@ from zbfx.errors import ZbfxError
 from zbfx.graphs import Phase
 from zbfx.optim import PostValidated
 from zbfx.passes import partition
-from zbfx.runtime.local_step import LocalStep
+from zbfx.runtime.step import Step
 from zbfx.trace.symbols import Numbers
 from zbfx.trace.tracer import trace
 
@@ -92,11 +92,11 @@ def structure(phase: Phase) -> list[Any]:
     ]
 
 
-def symbolic_step(problem: Problem, **options: Any) -> LocalStep:
+def symbolic_step(problem: Problem, **options: Any) -> Step:
     return compiled(problem, 2, 3, **options).run_local(on_new_shape="symbolic", seed=5)
 
 
-def stepped(step: LocalStep, problem: Problem) -> tuple[Tensor, Any]:
+def stepped(step: Step, problem: Problem) -> tuple[Tensor, Any]:
     problem.model.zero_grad()
     return step(*problem.inputs, *problem.targets, **problem.kwargs), gradients(problem.model)
 
@@ -144,7 +144,8 @@ def test_formulas_by_hand() -> None:
     problem = Problem(model, squares, (numbers(6, 5, WIDTH),))
     step = symbolic_step(problem, cuts=["2"])
     step(numbers(9, 7, WIDTH))
-    (template,) = step.variants.templates[False]
+    variants: Any = step.variant.__self__  # type: ignore[attr-defined]
+    (template,) = variants.templates[False]
     r, n = template.sizes.symbols
     hidden = 8 * 8 * r * n
     first, second = template.formulas.stages

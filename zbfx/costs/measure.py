@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from zbfx.comm.together import exchange, from_rank
 from zbfx.costs.clock import WARM_S, call_s, captured, most_bytes, side_by_side, sustained_s
-from zbfx.costs.estimate import Costed, Hardware, estimate, node_s
+from zbfx.costs.estimate import Costed, Hardware, estimate, hardware_of, node_s
 from zbfx.costs.links import measured_edges
 from zbfx.costs.made_up import (
     REFUSALS,
@@ -31,6 +31,7 @@ from zbfx.costs.made_up import (
 from zbfx.errors import ZbfxError, first_line
 from zbfx.graphs import CallBytes, Joint, Phase, Stage
 from zbfx.memory.lifetimes import CUDA_GRANULE, Reading, call_effect, lifetimes, reading, transient_bytes
+from zbfx.options import Options
 from zbfx.passes.nodes import is_view
 from zbfx.plan import CostTable, Kind, StageCost
 from zbfx.program.boxed import Boxed
@@ -41,14 +42,13 @@ BESIDE = "W beside B"
 Key = tuple[int, str]  # a stage, and what of it is timed
 
 
-def node_timer(
-    costs: CostTable | str, joint: Joint, hardware: Hardware, device: torch.device
-) -> Callable[[fx.Node], float]:
-    """Seconds of a node of the joint graph: measured if `costs` asks for it, estimated otherwise."""
-    if costs != "measure":
+def node_timer(joint: Joint, options: Options) -> Callable[[fx.Node], float]:
+    """Seconds of a node of the joint graph: measured if the options ask for it, estimated otherwise."""
+    hardware = hardware_of(options.device)
+    if not options.measures:
         return lambda node: node_s(node, hardware)
-    with undisturbed(device):
-        seconds = node_seconds(joint, hardware, device)
+    with undisturbed(options.device):
+        seconds = node_seconds(joint, hardware, options.device)
     return lambda node: seconds.get(node.name, 0.0)
 
 
@@ -60,28 +60,28 @@ class Conditions:
     device: torch.device
     compiled: Callable[[Phase], Boxed]
     overlap: bool
-    warm_s: float = WARM_S
+    warm_s: float
 
 
 def cost_table(
-    costs: CostTable | str,
     stages: tuple[Stage, ...],
     placement: Sequence[int],
-    hardware: Hardware,
-    conditions: Conditions,
+    options: Options,
+    compiled: Callable[[Phase], Boxed],
+    warm_s: float = WARM_S,
 ) -> Costed:
-    """The stages, and the costs to plan from: the given table, measured ones ("measure"), which say more about the
-    stages' memory too, or estimated ones ("estimate")."""
-    if isinstance(costs, CostTable):
-        if costs.placement != tuple(placement):
-            raise ZbfxError(f"costs are for the placement {tuple(placement)}; found one for {costs.placement}")
-        return Costed(stages, costs)
-    if costs == "measure":
-        with undisturbed(conditions.device):
-            return measured_costs(stages, placement, hardware, conditions)
-    if costs == "estimate":
+    """The stages, and the costs to plan from: the options' own table, measured ones, which say more about the stages'
+    memory too, or estimated ones. Measured phases run as `compiled` makes them, after `warm_s` of load."""
+    if isinstance(options.costs, CostTable):
+        if options.costs.placement != tuple(placement):
+            raise ZbfxError(f"costs are for the placement {tuple(placement)}; found one for {options.costs.placement}")
+        return Costed(stages, options.costs)
+    hardware = hardware_of(options.device)
+    if not options.measures:
         return Costed(stages, estimate(stages, placement, hardware))
-    raise ZbfxError(f"costs is 'estimate', 'measure' or a CostTable; found {costs!r}")
+    with undisturbed(options.device):
+        conditions = Conditions(options.device, compiled, options.overlap, warm_s)
+        return measured_costs(stages, placement, hardware, conditions)
 
 
 def node_seconds(joint: Joint, hardware: Hardware, device: torch.device) -> dict[str, float]:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from zbfx.comm.together import exchange
-from zbfx.graphs import Joint, Phase, Role
-from zbfx.memory.lifetimes import CUDA_GRANULE, Lifetimes, lifetimes, rounded
+from zbfx.graphs import Joint, Role
+from zbfx.memo import Memo
+from zbfx.memory.lifetimes import CUDA_GRANULE, lifetimes, rounded
 from zbfx.memory.walk import Moment, Walk, called, live_at, strides_of
+from zbfx.options import Options
 from zbfx.passes.nodes import value_bytes
 from zbfx.plan import Action, Kind, parts
 from zbfx.program import streams
@@ -27,24 +29,6 @@ from zbfx.trace.signature import Signature
 
 CONNECTIONS_BYTES = 2**28  # of a GPU, for inboxes and NCCL's buffers, which come after the plan
 ADAM_SLOTS = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What runs a pipeline: it decides what a rank holds beside the values of its program. `optimizer_slots` tensors of
-    its size for each parameter; `measured`: costs were, and, with `overlap`, those of Ws beside Bs."""
-
-    device: torch.device
-    backend: str
-    optimizer_slots: float
-    measured: bool
-    overlap: bool
-
-    def streams(self, program: Program) -> int:
-        """How many streams multiply matrices: the current one, that of captures, and the one for Ws beside Bs."""
-        captures = self.measured or self.backend.startswith("cudagraph")
-        beside = any(isinstance(module, streams.Beside) for module in program.module.modules())
-        return 1 + captures + (beside or (self.measured and self.overlap))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,50 +65,47 @@ class RankMemory:
         return self.static.total + self.highest.peak_bytes
 
 
-@dataclass(frozen=True)
-class Predictor:
-    """Says what the ranks of a pipeline hold. `known` are the lifetimes in phases, which programs share."""
+def predict(
+    programs: Sequence[Program], joint: Joint, signature: Signature, options: Options, memo: Memo
+) -> tuple[RankMemory, ...]:
+    """What each rank holds in a step; the lifetimes in phases, which programs share, come from `memo`.
 
-    joint: Joint
-    signature: Signature
-    microbatches: int
-    setting: Setting
-    known: dict[int, tuple[Phase, Lifetimes]] = field(default_factory=dict)
+    Compiled phases count with the storages of the ops that they are made from, and with what else they were measured
+    to hold.
+    """
+    return tuple(rank_memory(program, joint, signature, options, memo) for program in programs)
 
-    def memory(self, programs: Sequence[Program]) -> tuple[RankMemory, ...]:
-        """What each rank holds in a step."""
-        return tuple(map(self.rank_memory, programs))
 
-    def rank_memory(self, program: Program) -> RankMemory:
-        """Walk a program."""
-        named = [(name, called(module)) for name, module in program.module.named_children()]
-        phases = {name: self.lifetimes(call.phase) for name, call in named if isinstance(call, PhaseCall)}
-        walk = Walk(program, phases, {}, strides_of(program), self.granule)
-        walk.run()
-        moments = tuple(walk.moments)
-        highest = max(range(len(moments)), key=lambda k: moments[k].peak_bytes)
-        static = replace(
-            static_of(program, self.joint, self.microbatches, self.whole, self.setting.optimizer_slots, self.granule),
-            workspace=self.setting.streams(program) * workspace_bytes(self.setting.device),
-        )
-        return RankMemory(program.rank, static, moments, live_at(walk, moments, highest))
+def rank_memory(program: Program, joint: Joint, signature: Signature, options: Options, memo: Memo) -> RankMemory:
+    """Walk a program."""
+    granule = CUDA_GRANULE if options.device.type == "cuda" else 1
+    named = [(name, called(module)) for name, module in program.module.named_children()]
+    phases = {name: memo(lifetimes, call.phase, granule) for name, call in named if isinstance(call, PhaseCall)}
+    walk = Walk(program, phases, {}, strides_of(program), granule)
+    walk.run()
+    moments = tuple(walk.moments)
+    highest = max(range(len(moments)), key=lambda k: moments[k].peak_bytes)
+    static = replace(
+        static_of(program, joint, signature, options.optimizer_slots or 0.0, granule),
+        workspace=streams_of(program, options) * workspace_bytes(options.device),
+    )
+    return RankMemory(program.rank, static, moments, live_at(walk, moments, highest))
 
-    @property
-    def granule(self) -> int:
-        """What sizes are multiples of."""
-        return CUDA_GRANULE if self.setting.device.type == "cuda" else 1
 
-    @property
-    def whole(self) -> set[str]:
-        """The inputs that are not cut into microbatches."""
-        return {spec.name for spec in self.signature.tensors if spec.batch_dim is None}
+def streams_of(program: Program, options: Options) -> int:
+    """How many streams multiply matrices: the current one, that of captures, and the one for Ws beside Bs."""
+    captures = options.measures or options.runs.captures
+    beside = any(isinstance(module, streams.Beside) for module in program.module.modules())
+    return 1 + captures + (beside or (options.measures and options.overlap))
 
-    def lifetimes(self, phase: Phase) -> Lifetimes:
-        """Compiled phases count with the storages of the ops that they are made from, and with what else they were
-        measured to hold."""
-        if id(phase) not in self.known:
-            self.known[id(phase)] = phase, lifetimes(phase, self.granule)
-        return self.known[id(phase)][1]
+
+def resolved(options: Options) -> Options:
+    """The options with the limit "auto" in bytes, with room for the state of Adam unless they say what to keep.
+    Collective over all processes."""
+    if options.mem_limit != "auto":
+        return options
+    slots = ADAM_SLOTS if options.optimizer_slots is None else options.optimizer_slots
+    return replace(options, mem_limit=free_bytes(options.device, options.stages), optimizer_slots=slots)
 
 
 def free_bytes(device: torch.device, ranks: int) -> list[float]:
@@ -151,11 +132,10 @@ def workspace_bytes(device: torch.device) -> int:
     return 32 * 2**20 if hopper else (2 * 4096 + 8 * 16) * 1024
 
 
-def static_of(
-    program: Program, joint: Joint, microbatches: int, whole: Collection[str], slots: float, granule: int
-) -> Static:
-    """The static bytes of a rank. `whole` names the inputs that are not cut into microbatches; the optimizer keeps
-    `slots` tensors of the size of each parameter that it trains."""
+def static_of(program: Program, joint: Joint, signature: Signature, slots: float, granule: int) -> Static:
+    """The static bytes of a rank. The optimizer keeps `slots` tensors of the size of each parameter that it trains."""
+    microbatches = len(program.module.graph.find_nodes(op="placeholder")) - 1  # the first one is the transport
+    whole = {spec.name for spec in signature.tensors if spec.batch_dim is None}
     sizes = {port.name: rounded(value_bytes(node), granule) for node, port in joint.input_ports().items()}
     modules = list(program.module.modules())
     phases = [module.phase for module in modules if isinstance(module, PhaseCall)]

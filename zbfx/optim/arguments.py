@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,17 @@ import torch
 from zbfx.arguments import kind_of
 from zbfx.errors import ZbfxError, listed
 from zbfx.runtime.step import Step
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of `PostValidated` that ranks compare."""
+
+    max_norm: float | None
+    check_finite: bool
+    grad_scaler: object  # its state
+    rollback: str | None
+    sync: bool
 
 
 def checked_step(step: Any) -> Step:

@@ -36,7 +36,7 @@ def describe(verdict: Verdict, owner: PostValidated, seen: Mapping[int, tuple[li
         for action, size in zip(actions, () if sizes is None else sizes.tolist(), strict=True)
         if not isfinite(size)
     ]
-    bad = {Action.parse(text) for texts in owner.target.everywhere(own) for text in texts}
+    bad = {Action.parse(text) for texts in owner.target.ranks.everywhere(own) for text in texts}
     if began := origins(bad):
         return replace(verdict, cause="; ".join(f"{a} (stage {a.stage}, microbatch {a.microbatch})" for a in began))
     names = [f"the gradient of {n} (stage {min(owner.stages[n])})" for n in verdict.nonfinite]

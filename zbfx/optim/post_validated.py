@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbfx.arguments import positive_number, true_or_false
+from zbfx.arguments import compared, positive_number, true_or_false
 from zbfx.costs.estimate import hardware_of
 from zbfx.errors import ZbfxError
-from zbfx.optim.arguments import checked_step, load_state, refuse_closures
+from zbfx.optim.arguments import Asked, checked_step, load_state, refuse_closures
 from zbfx.optim.inverse import Arithmetic, checked_rollback, obstacle_of
 from zbfx.optim.origin import taken
 from zbfx.optim.pending import PendingStep, hyperparameters, read
@@ -25,7 +25,6 @@ from zbfx.program.chain import chain_of, loss_layout, order_of_ranks
 from zbfx.program.codegen import optimizer_program
 from zbfx.program.messages import messages_of
 from zbfx.runtime.engine import take_turns
-from zbfx.runtime.local_step import LocalStep
 from zbfx.runtime.runner import RankRunner
 from zbfx.runtime.step import Step
 
@@ -99,20 +98,14 @@ class PostValidated(torch.optim.Optimizer):
             self.rollback = checked_rollback(rollback, optimizer)
             self.grad_scaler = checked_scaler(grad_scaler, check_finite, optimizer)
 
-        asked = {
-            "max_norm": max_norm,
-            "check_finite": check_finite,
-            "grad_scaler": state_of(grad_scaler),
-            "rollback": rollback,
-            "sync": sync,
-        }
-        checked_step(step).agreed("PostValidated", checked, asked)
+        asked = Asked(max_norm, check_finite, state_of(grad_scaler), rollback, sync)
+        checked_step(step).agreed("PostValidated", checked, compared(asked))
         self.pending: PendingStep | None = None
         self.unexplained: PendingStep | None = None  # skipped, and nobody has said why
         self.verdict: Verdict | None = None
         self.counts = Counts()
         device = step.engine.pipe.device
-        in_turn = device.type != "cuda" or isinstance(step, LocalStep)  # one stream for all
+        in_turn = device.type != "cuda" or step.ranks.share_tensors  # one stream for all
         self.stream = None if in_turn else torch.cuda.Stream(device)
         self.places: dict[tuple[str, ...], Tensor] = {}  # of parameters in the state, on the device
         self.undos: dict[int, Undo] = {}  # by rank
@@ -128,13 +121,12 @@ class PostValidated(torch.optim.Optimizer):
         for runner in step.engine.runners:
             counted = [n for n in names if self.layout.counted_by[n] == runner.rank and id(self.parameters[n]) in held]
             own = [n for n in names if runner.rank in holders[n] and id(self.parameters[n]) in held]
-            stepped = counted if isinstance(step, LocalStep) else own  # ranks of one process share their tensors
+            stepped = counted if step.ranks.share_tensors else own
             self.shares.append(Share(runner.rank, tuple(stepped), tuple(counted)))
         self.seen: dict[int, list[Any]] = {share.rank: [] for share in self.shares} if check_finite else {}
         self.zero: bool | None = None  # whether the zero_grad that waits sets gradients to None
         self.runners: list[RankRunner] = []
-        step.attach(self)
-        step.engine.scale = self.scale
+        step.attach(self, self.scale)
         if not sync:
             self.build_runners()
 
@@ -144,9 +136,9 @@ class PostValidated(torch.optim.Optimizer):
         messages, layout = messages_of(pipe.stages, pipe.schedule), self.layout
         chain = chain_of(pipe.schedule, messages, layout.chain, loss_layout(pipe.stages), layout.size)
         programs = [optimizer_program(chain, pipe.schedule, share.rank) for share in self.shares]
-        transports = self.target.transports(programs, chain.pairs)
+        transports = self.target.ranks.transports(programs, chain.pairs)
         for share, program, transport in zip(self.shares, programs, transports, strict=True):
-            runner = RankRunner(program, pipe.tensors(), transport, ())
+            runner = RankRunner(program, self.target.tensors, transport, ())
             runner.bound("reduce").run = lambda *state, share=share: self.reduce(share, *state)
             runner.bound("step").run = lambda state, share=share: self.act(share, state)
             self.runners.append(runner)
@@ -228,7 +220,7 @@ class PostValidated(torch.optim.Optimizer):
         state = self.empty_state()
         for share in self.shares:
             self.count(share, state)
-        self.target.add_up(state)
+        self.target.ranks.add_up(state)
         self.pending.judge(state)
         self.pending.correct()
 
@@ -311,7 +303,7 @@ class PostValidated(torch.optim.Optimizer):
         """The same within another call."""
         engine = self.target.engine
         for runner in engine.runners:
-            runner.pending = self.pending
+            runner.follow(self.pending, runner.watched)
 
         def verdicts() -> None:
             take_turns([runner.settle(self.target.count, warmed_up=False) for runner in engine.runners])
@@ -340,7 +332,7 @@ class PostValidated(torch.optim.Optimizer):
         self.counts.repeated += not self.sync and verdict.refutes_any
         if self.grad_scaler is not None:
             update_scale(self.grad_scaler, overflow=verdict.skipped)
-            for engine in (self.target.engine, *self.target.others.values()):
+            for engine in self.target.engines:
                 engine.rescale()
         for runner in self.runners:
             runner.transport.finish()

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from zbfx.compiled import Compiled
 from zbfx.program.messages import parameter_holders
-
-if TYPE_CHECKING:
-    from zbfx.pipeline import Pipeline
-    from zbfx.runtime.step import Step
+from zbfx.runtime.step import Step
 
 
 @dataclass(frozen=True)
@@ -33,13 +30,13 @@ class Trained:
             for phase in stage.phases.values():
                 for name in phase.gradients:
                     stages.setdefault(name, set()).add(stage.index)
-        if step.engine.runners[0].shards is not None:
+        if step.engine.shards is not None:
             return cls.of_shards(step, pipe, stages)
-        holders = parameter_holders(pipe.stages, pipe.schedule.costs.placement)
-        return cls(pipe.tensors().named, holders, stages)
+        holders = parameter_holders(pipe.stages, pipe.placement)
+        return cls(step.tensors.named, holders, stages)
 
     @classmethod
-    def of_shards(cls, step: Step, pipe: Pipeline, stages: Mapping[str, set[int]]) -> Trained:
+    def of_shards(cls, step: Step, pipe: Compiled, stages: Mapping[str, set[int]]) -> Trained:
         runner = step.engine.runners[0]
         assert runner.shards is not None, "of shards"
         parameters: dict[str, Tensor] = {}

@@ -43,16 +43,16 @@ def boxed(phase: Phase) -> Boxed:
 
 
 class Compiler:
-    """Makes functions of phases, as the backend says. Each phase is compiled once, at its first call, for the layouts
-    of the tensors that it is called with; and again for others. Phases with seeds run as they are: compiled code would
-    hold one seed."""
+    """Makes functions of phases: inductor's, if it `compiles`, or of their ops as they are. Each phase is compiled
+    once, at its first call, for the layouts of the tensors that it is called with; and again for others. Phases with
+    seeds run as they are: compiled code would hold one seed."""
 
-    def __init__(self, backend: str) -> None:
-        self.inductor = "inductor" in backend
+    def __init__(self, compiles: bool) -> None:
+        self.compiles = compiles
         self.known: dict[int, tuple[Phase, Boxed]] = {}
 
     def __call__(self, phase: Phase) -> Boxed:
-        if not self.inductor or phase.is_random:
+        if not self.compiles or phase.is_random:
             return boxed(phase)
         if id(phase.module) not in self.known:
             self.known[id(phase.module)] = phase, compiled(phase)

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zbfx._torch import has_gradient_hooks
 from zbfx.comm.channels import Channels
+from zbfx.compiled import Compiled
 from zbfx.errors import InputError, ZbfxError, listed
+from zbfx.runtime.engine import Engine
 from zbfx.runtime.fingerprint import fingerprints
 from zbfx.runtime.runner import RankRunner
 from zbfx.trace.aliases import refuse_apart, separate
-from zbfx.trace.tracer import named_tensors
-
-if TYPE_CHECKING:
-    from zbfx.pipeline import Pipeline
-    from zbfx.runtime.engine import Engine
+from zbfx.trace.source import Source
 
 
-def prepare(pipe: Pipeline, engine: Engine, holders: Mapping[str, Sequence[int]] | None = None) -> None:
+def prepare(pipe: Compiled, source: Source, engine: Engine, holders: Mapping[str, Sequence[int]] | None = None) -> None:
     """Check the tensors that these ranks use, and move them to the device. `holders` of each, where ranks are not one
     process."""
-    used = {name for runner in engine.runners for name in runner.tensor_names}
-    named = named_tensors(pipe.model, pipe.loss_fn)
-    pipe.guard.check_layouts(named, used)
+    named = source.named
+    source.guard.check_layouts(named, engine.tensor_names)
     if holders is not None:
         refuse_apart(named, holders, pipe.joint)
     move_to(engine.runners, pipe.device)

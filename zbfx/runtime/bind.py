@@ -1,48 +1,73 @@
-"""A rank's step, from a pipeline and the channels to its other ranks."""
+"""A step, from a compiled pipeline and the ranks that run it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-from zbfx.comm.channels import Channels
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from zbfx.comm.place import Place, find_place
+from zbfx.compiled import Compiled
+from zbfx.errors import ZbfxError
+from zbfx.program.boxed import Compiler
 from zbfx.program.messages import buffer_holders, parameter_holders
 from zbfx.runtime.agreement import agree, prepare, refuse_other_values, warn_of_other_values
-from zbfx.runtime.captured import CapturedStep
+from zbfx.runtime.captured import Captured
 from zbfx.runtime.digest import digest
-from zbfx.runtime.engine import message_pairs, rank_engine
+from zbfx.runtime.engine import rank_engine
 from zbfx.runtime.flat import Shards
-from zbfx.runtime.rank_step import RankStep
-from zbfx.runtime.step import StepOptions
+from zbfx.runtime.launched import Launched
+from zbfx.runtime.one_of_many import OneOfMany
+from zbfx.runtime.options import BindOptions, StepOptions
+from zbfx.runtime.ranks import AllHere
+from zbfx.runtime.runner import Tensors
+from zbfx.runtime.step import Step, Variant
+from zbfx.trace.source import Source
 
-if TYPE_CHECKING:
-    from zbfx.pipeline import Pipeline
+
+def local_step(pipe: Compiled, source: Source, ranks: AllHere, options: StepOptions, variant: Variant) -> Step:
+    """The step of all ranks, in this process."""
+    engine = ranks.engine(pipe, Tensors(source.tensors, pipe.joint.constants))
+    prepare(pipe, source, engine)
+    seed = torch.initial_seed() if options.seed is None else options.seed
+    return Step(engine, replace(options, seed=seed), ranks, Launched(), source, variant)
 
 
-def bound_step(pipe: Pipeline, channels: Channels, options: StepOptions) -> RankStep:
+def process_place(pipe: Compiled, rank_or_mesh: int | DeviceMesh | None, options: BindOptions) -> Place:
+    """Where this process stands among those that run the pipeline. Raises `ZbfxError` where they do not fit."""
+    options.check()
+    place = find_place(len(pipe.schedule.ranks), rank_or_mesh)
+    replicas = len(place.replicas)
+    if pipe.reductions and replicas == 1:
+        raise ZbfxError("this pipeline sums gradients over replicas; found one replica. Bind it to a mesh with more")
+    options.check_replicas(replicas)
+    return place
+
+
+def bound_step(
+    pipe: Compiled, source: Source, compiler: Compiler, ranks: OneOfMany, options: StepOptions, variant: Variant
+) -> Step:
     """This process's step of the pipeline, where all ranks hold the same one, with its tensors in place and equal, and
     its connections warm. Collective over all processes."""
-    place, tensors = channels.place, pipe.tensors()
-    engine = rank_engine(pipe, tensors, channels)
-    runner = engine.runners[0]
-    placement = pipe.schedule.costs.placement
-    holders = parameter_holders(pipe.stages, placement) | buffer_holders(pipe.stages, placement)
-    agree(channels, digest(pipe), partial(prepare, pipe, engine, holders))
+    channels, tensors = ranks.channels, Tensors(source.tensors, pipe.joint.constants)
+    place, engine = channels.place, rank_engine(pipe, tensors, channels)
+    (runner,) = engine.runners
+    holders = parameter_holders(pipe.stages, pipe.placement) | buffer_holders(pipe.stages, pipe.placement)
+    agree(channels, digest(pipe), partial(prepare, pipe, source, engine, holders))
     copies = [(name, first, other) for name, (first, *others) in holders.items() for other in others]
-    channels.open(message_pairs(pipe) | {(first, other) for _, first, other in copies})
+    channels.open(pipe.message_pairs | {(first, other) for _, first, other in copies})
     for name, first, other in copies:
         if place.rank in (first, other):
             channels.copy(tensors.named[name].detach(), first, other)
-    if len(place.replicas) > 1:
+    if ranks.replicas > 1:
         refuse_other_values(channels, {name: tensors.named[name] for name in sorted(runner.tensor_names)})
-    compared = {name: tensors.named[name] for name in holders if name not in pipe.local}
+    compared = {name: tensors.named[name] for name in holders if name not in source.local}
     warn_of_other_values(channels, compared, runner.tensor_names)
     if pipe.reductions and pipe.reductions[place.rank].shards:
-        buckets = pipe.reductions[place.rank].shards
-        runner.shards = Shards(buckets, tensors.named, place.replica, len(place.replicas))
-    options = replace(options, seed=int(channels.gather(options.seed)[0]))
-    for call in runner.calls:
-        call.run = pipe.compiler(call.phase)
-    step_type = CapturedStep if pipe.backend.startswith("cudagraph") else RankStep
-    return step_type(engine, options, channels, tensors)
+        runner.shard(Shards(pipe.reductions[place.rank].shards, tensors.named, place.replica, ranks.replicas))
+    seed = ranks.everywhere(torch.initial_seed() if options.seed is None else options.seed)[0]
+    engine.run_phases_by(compiler)
+    launch = Captured() if pipe.options.runs.captures else Launched()
+    return Step(engine, replace(options, seed=int(seed)), ranks, launch, source, variant)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from zbfx.compiled import Compiled
 from zbfx.graphs import Joint
 
-if TYPE_CHECKING:
-    from zbfx.pipeline import Pipeline
 
-
-def digest(pipe: Pipeline) -> dict[str, str]:
+def digest(pipe: Compiled) -> dict[str, str]:
     """All equal where the plans are. What the programs are made from comes first, to tell where a difference begins."""
     phases = [phase.module.code for stage in pipe.stages for phase in stage.phases.values()]
     programs = [program.code for program in pipe.programs]
@@ -26,7 +23,7 @@ def digest(pipe: Pipeline) -> dict[str, str]:
         "microbatches": hashed([str(pipe.reduction.microbatches)]),
         "loss_reduction": hashed([pipe.reduction.name]),
         "the stages": hashed(phases),
-        "their placement": hashed([str(pipe.schedule.costs.placement)]),
+        "their placement": hashed([str(pipe.placement)]),
         "the schedule": hashed([str(pipe.schedule.ranks)]),
         "the programs": hashed(programs),
     }

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from zbfx import rng
-from zbfx.comm import transports
 from zbfx.comm.channels import Channels
+from zbfx.comm.transports import GroupTransport, LocalTransport, Mailbox
+from zbfx.compiled import Compiled
+from zbfx.errors import InputError
 from zbfx.program import ops
+from zbfx.program.boxed import Compiler
 from zbfx.program.codegen import Program
 from zbfx.program.reductions import RankReductions
+from zbfx.runtime.flat import Shards
 from zbfx.runtime.runner import RankRunner, Tensors, Wait
+from zbfx.runtime.timeline import Recorder
 from zbfx.trace.signature import on_device
-
-if TYPE_CHECKING:
-    from zbfx.pipeline import Pipeline
 
 T = TypeVar("T")
 
@@ -28,10 +31,10 @@ T = TypeVar("T")
 class Engine:
     """The runners of the ranks in this process. `weight` is the gradient of the batch's loss by a microbatch's, and
     `loss_gradient`, which every backward starts from, `scale()` times that: both are rewritten before each run.
-    `channels` lead to the other ranks and replicas, if any; `static` and `captured` belong to the backend; `runs`
+    `channels` lead to the other ranks and replicas, if any; `static` and `captured` belong to captured steps; `runs`
     counts."""
 
-    pipe: Pipeline
+    pipe: Compiled
     runners: Sequence[RankRunner]
     weight: Tensor
     loss_gradient: Tensor
@@ -42,12 +45,78 @@ class Engine:
     runs: int = 0
 
     @classmethod
-    def of(cls, pipe: Pipeline, runners: Sequence[RankRunner], channels: Channels | None = None) -> Engine:
+    def of(cls, pipe: Compiled, runners: Sequence[RankRunner], channels: Channels | None = None) -> Engine:
         weight = torch.zeros((), dtype=pipe.reduction.dtype, device=pipe.device)
         engine = cls(pipe, runners, weight, torch.zeros_like(weight), channels)
         for runner in runners:
             runner.combine = lambda *losses: engine.loss(losses)
         return engine
+
+    @property
+    def shards(self) -> Shards | None:
+        """With ZeRO-1, this replica's parts of the parameters."""
+        return self.runners[0].shards
+
+    @property
+    def tensor_names(self) -> set[str]:
+        """The parameters and buffers that these ranks' stages use."""
+        return {name for runner in self.runners for name in runner.tensor_names}
+
+    def share(self, first: Engine) -> None:
+        """Use the tensors for gradients, and the scale, of the engine that was made first."""
+        self.scale = first.scale
+        for runner, other in zip(self.runners, first.runners, strict=True):
+            runner.share(other)
+
+    def run_phases_by(self, compiler: Compiler) -> None:
+        """Run the phases as the backend says."""
+        for call in (call for runner in self.runners for call in runner.calls):
+            call.run = compiler(call.phase)
+
+    def run_phases_as(self, other: Engine) -> None:
+        """Run the phases as another engine of the same stages does."""
+        runs = {call.phase.name: call.run for runner in other.runners for call in runner.calls}
+        for call in (call for runner in self.runners for call in runner.calls):
+            call.run = runs[call.phase.name]
+
+    def forget(self) -> None:
+        """Let go of captured graphs; the next run is a first one."""
+        self.captured, self.runs = None, 0
+
+    @contextmanager
+    def recorded(self, recorders: Sequence[Recorder]) -> Iterator[None]:
+        """Meanwhile each runner marks its actions with its recorder."""
+        for runner, recorder in zip(self.runners, recorders, strict=True):
+            runner.recorder = recorder
+        try:
+            yield
+        finally:
+            for runner in self.runners:
+                runner.recorder = None
+
+    def start_clocks(self) -> None:
+        """Let the recorders, if there are any, begin together, on all ranks."""
+        recorders = [runner.recorder for runner in self.runners if runner.recorder is not None]
+        if recorders and self.channels is not None:
+            self.channels.barrier()
+        for recorder in recorders:
+            recorder.begin()
+
+    def collect(self) -> None:
+        """Collect the replicas' parts of the parameters."""
+        assert self.shards is not None, "with ZeRO-1"
+        assert self.channels is not None, "with ZeRO-1"
+        for flat in self.shards.flat.values():
+            self.channels.join_shards(flat).wait()
+
+    def with_data(self, rows: Sequence[Sequence[Tensor]]) -> Batch:
+        """A batch, if the tensors that this process reads have data: others may be on the meta device."""
+        read = {name for runner in self.runners for name in runner.input_names}
+        for row in rows:
+            for spec, tensor in zip(self.pipe.signature.tensors, row, strict=True):
+                if tensor.is_meta and spec.name in read:
+                    raise InputError(f"{spec.name}: expected a tensor with data, found one on the meta device")
+        return self, rows
 
     @property
     def batch_loss(self) -> Tensor:
@@ -84,6 +153,10 @@ class Engine:
         self.pipe.reduction.weigh(self.weight, tokens, self.replicas)
         self.rescale()
 
+    def scale_by(self, scale: Callable[[], float]) -> None:
+        """Start backwards from `scale()` times the gradient of the loss."""
+        self.scale = scale
+
     def rescale(self) -> None:
         self.loss_gradient.copy_(self.weight * self.scale())
 
@@ -115,6 +188,9 @@ class Engine:
         return next((losses for losses in take_turns(runs) if losses), ())
 
 
+Batch = tuple[Engine, Sequence[Sequence[Tensor]]]  # what runs a call, and the tensors of its microbatches
+
+
 def take_turns(runs: Sequence[Generator[Wait, None, T]]) -> list[T]:
     """Run each generator until it waits, in turn, until all have ended."""
     results: dict[int, T] = {}
@@ -133,34 +209,26 @@ def take_turns(runs: Sequence[Generator[Wait, None, T]]) -> list[T]:
     return [results[index] for index in range(len(runs))]
 
 
-def local_engine(pipe: Pipeline, tensors: Tensors, mailbox: transports.Mailbox) -> Engine:
+def local_engine(pipe: Compiled, tensors: Tensors, mailbox: Mailbox) -> Engine:
     """All ranks in this process."""
     return Engine.of(pipe, local_runners(pipe, pipe.programs, tensors, mailbox))
 
 
-def local_runners(
-    pipe: Pipeline, programs: Sequence[Program], tensors: Tensors, mailbox: transports.Mailbox
-) -> list[RankRunner]:
+def local_runners(pipe: Compiled, programs: Sequence[Program], tensors: Tensors, mailbox: Mailbox) -> list[RankRunner]:
     """Runners of all ranks in this process: the first holder of a shared gradient adds it up."""
     runners = []
     for program in programs:
         adds = {gradient.name for gradient in pipe.shared_gradients if gradient.holders[0] == program.rank}
-        transport = transports.LocalTransport(f"rank {program.rank}", program.messages, mailbox)
+        transport = LocalTransport(f"rank {program.rank}", program.messages, mailbox)
         runners.append(RankRunner(program, tensors, transport, adds))
     return runners
 
 
-def rank_engine(pipe: Pipeline, tensors: Tensors, channels: Channels) -> Engine:
+def rank_engine(pipe: Compiled, tensors: Tensors, channels: Channels) -> Engine:
     """One rank, whose messages go over `channels` (opened by whoever calls this on every rank)."""
     program = pipe.programs[channels.place.rank]
     reductions = pipe.reductions[program.rank] if pipe.reductions else RankReductions(())
     sharded = {bucket.key for bucket in reductions.shards if not bucket.shared}
-    transport = transports.GroupTransport(program.messages, channels, sharded=sharded)
+    transport = GroupTransport(program.messages, channels, sharded=sharded)
     adds = {gradient.name for gradient in pipe.shared_gradients}
     return Engine.of(pipe, [RankRunner(program, tensors, transport, adds)], channels)
-
-
-def message_pairs(pipe: Pipeline) -> set[tuple[int, int]]:
-    """The (source, target) ranks between which anything travels."""
-    messages: list[Mapping[str, Any]] = [program.messages for program in pipe.programs]
-    return {(message.source, message.target) for found in messages for message in found.values()}

@@ -90,7 +90,7 @@ class RankRunner:
         self.nodes = list(program.module.graph.nodes)
         self.dying = dying_values(self.nodes)
         self.recorder: Recorder | None = None
-        self.keep_gradients = False  # accumulate into the same memory in every step, whatever becomes of `.grad`
+        self.keep_gradients = False
         self.kept: dict[str, Tensor] = {}
         self.waits = 0
         self.pending: Pending | None = None
@@ -98,13 +98,26 @@ class RankRunner:
         self.loss: Tensor | None = None  # of the batch
         self.watched: list[tuple[Action, Tensor]] | None = None  # the largest absolute value that each action made
 
-    def continue_from(self, other: RankRunner) -> None:
-        """Run the phases as another runner of the same rank does, and into the same gradients."""
-        runs = {call.phase.name: call.run for call in other.calls}
-        for call in self.calls:
-            call.run = runs[call.phase.name]
-        self.keep_gradients, self.kept = other.keep_gradients, other.kept
+    def share(self, other: RankRunner) -> None:
+        """Accumulate into the tensors of another runner of the same rank."""
+        self.kept = other.kept
         self.flat, self.shards = other.flat, other.shards
+
+    def keep(self) -> None:
+        """Accumulate into the same memory in every step, whatever becomes of `.grad`."""
+        self.keep_gradients = True
+
+    def shard(self, shards: Shards) -> None:
+        """Work on this replica's parts of the parameters (ZeRO-1)."""
+        self.shards = shards
+
+    def follow(self, pending: Pending | None, watched: list[Any] | None) -> None:
+        """Settle the optimizer step that waits, within the next run, and note the largest values in `watched`."""
+        self.pending, self.watched = pending, watched
+
+    def settled(self) -> None:
+        """No optimizer step waits any more."""
+        self.pending = None
 
     def bound(self, name: str) -> Bound:
         """The node's module that runs a function bound at run time."""

@@ -81,6 +81,10 @@ class Recorder:
     def begin(self) -> None:
         """Start the clock, at a moment that all ranks share."""
         self.marks.clear()
+        self.restart()
+
+    def restart(self) -> None:
+        """Start the clock anew for marks that a graph writes again."""
         self.start = self.mark()
 
     def mark(self) -> Any:

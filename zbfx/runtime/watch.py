@@ -15,7 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from zbfx._torch import hook_tables, part_tables
 from zbfx.errors import InputError, listed
 from zbfx.runtime.agreement import refuse_gradient_hooks, refuse_gradients
-from zbfx.trace.guard import MISSING, Guard, layout_of, named_modules, named_parts, plain_attributes, same_objects
+from zbfx.trace.guard import MISSING, layout_of, named_modules, named_parts, plain_attributes, same_objects
+from zbfx.trace.source import Source
 from zbfx.trace.tracer import canonical_names, named_tensors, plain_tensors
 
 
@@ -27,15 +28,14 @@ class Watch:
 
     def __init__(
         self,
-        guard: Guard,
-        model: nn.Module,
-        loss_fn: Any,
+        source: Source,
         device: torch.device,
         trained: Mapping[str, nn.Parameter],
         replaced: Collection[str] = (),
     ) -> None:
         """The tensors are those of the model now; those that this process uses are on `device`; `trained` are the
         parameters whose gradients arise here. `replaced` are the buffers that the model's own forward replaces."""
+        guard, model, loss_fn = source.guard, source.model, source.loss_fn
         self.guard, self.model, self.loss_fn, self.trained = guard, model, loss_fn, trained
         self.device = torch.empty(0, device=device).device  # with its index
         self.tensors = named_tensors(model, loss_fn)

@@ -1,4 +1,4 @@
-"""Stages cut again by what they were measured to take. Run: pytest tests/test_stages.py (costs are the test's)."""
+"""Stages cut again by what they were measured to take. (Costs are the test's.)"""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import fx
 import zbfx
 from tests.support.models import mlp
 from tests.support.reference import placed
-from zbfx.costs.estimate import Costed, Hardware, estimate
+from zbfx.candidate import corrected, heaviest_s, stage_s
+from zbfx.costs.estimate import Costed, estimate, hardware_of
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Stage
 from zbfx.plan import CostTable, StageCost
-from zbfx.stages import corrected, heaviest_s, stage_s
 
 aten = torch.ops.aten
 
@@ -53,10 +53,8 @@ def test_a_slower_rank_gets_fewer_layers(monkeypatch: pytest.MonkeyPatch, slower
     """Rank 0 takes `slower` times as long for a layer. The layers that it gives away are counted at its speed: at 3.0,
     3 and 9 layers would be better still."""
 
-    def measured(
-        costs: Any, stages: tuple[Stage, ...], placement: Sequence[int], hardware: Hardware, conditions: Any
-    ) -> Costed:
-        found = estimate(stages, placement, hardware)
+    def measured(stages: tuple[Stage, ...], placement: Sequence[int], *_: Any) -> Costed:
+        found = estimate(stages, placement, hardware_of(torch.device("cpu")))
         layers = [len(stage.phases[zbfx.plan.Kind.F].parameters) / 2 for stage in stages]
         speeds = [slower, 1.0]
         times = [
@@ -65,10 +63,8 @@ def test_a_slower_rank_gets_fewer_layers(monkeypatch: pytest.MonkeyPatch, slower
         ]
         return Costed(stages, replace(found, stages=tuple(times)))
 
-    monkeypatch.setattr("zbfx.stages.cost_table", measured)
-    monkeypatch.setattr(
-        "zbfx.costs.measure.node_timer", lambda *_: lambda node: float(node.target is aten.addmm.default)
-    )
+    monkeypatch.setattr("zbfx.candidate.cost_table", measured)
+    monkeypatch.setattr("zbfx.candidate.node_timer", lambda *_: lambda node: float(node.target is aten.addmm.default))
     problem = mlp(4, width=16, layers=12)
     options: dict[str, Any] = {"stages": 2, "microbatches": 4, "schedule": "1f1b", "costs": "measure", "check": False}
     options |= {"example_inputs": problem.inputs, "loss_fn": problem.loss_fn, "example_targets": problem.targets}

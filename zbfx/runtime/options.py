@@ -1,0 +1,73 @@
+"""What `run_local` and `bind` were called with, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from zbfx.arguments import checked_seed, finite_number
+from zbfx.comm.channels import checked_transport
+from zbfx.errors import ZbfxError
+from zbfx.runtime.verdict import checked_choice
+
+NEW_SHAPES = ("refuse", "recompile", "symbolic")
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """`seed` fixes the random numbers; None: torch's own seed. `on_nonfinite`: "keep", "drop" or "raise"
+    (`zbfx.runtime.verdict`). `on_new_shape`: "refuse" a batch of other shapes than the example's, "recompile" for it,
+    once per shape, or trace "symbolic" sizes once and put in those of every further shape (`zbfx.variants`)."""
+
+    seed: int | None = None
+    on_nonfinite: str = "keep"
+    on_new_shape: str = "refuse"
+
+    def check(self) -> None:
+        """Raises `ZbfxError` for what no step has. Apart from construction: ranks first compare what they were
+        given."""
+        if self.seed is not None:
+            checked_seed(self.seed)
+        checked_choice(self.on_nonfinite)
+        if self.on_new_shape not in NEW_SHAPES:
+            raise ZbfxError(f"on_new_shape is one of {NEW_SHAPES}; found {self.on_new_shape!r}")
+
+    @property
+    def checks(self) -> bool:
+        """Whether every step ends with a look at its losses and gradients, a barrier."""
+        return self.on_nonfinite != "keep"
+
+    @property
+    def raises(self) -> bool:
+        return self.on_nonfinite == "raise"
+
+    @property
+    def refuses_shapes(self) -> bool:
+        return self.on_new_shape == "refuse"
+
+    @property
+    def is_symbolic(self) -> bool:
+        return self.on_new_shape == "symbolic"
+
+
+@dataclass(frozen=True)
+class BindOptions(StepOptions):
+    """`timeout_s` bounds every wait for another rank; `zero=1` leaves each replica a part of the optimizer's state;
+    `transport` says how messages travel (`zbfx.comm.channels`). Ranks compare all fields, and whether they got a
+    `mesh`, and the type of the `device`, of which each has its own."""
+
+    timeout_s: float = 600.0
+    zero: int = 0
+    transport: str = "auto"
+    mesh: bool = False
+    device: str = "cpu"
+
+    def check(self) -> None:
+        finite_number("timeout_s", self.timeout_s, "how many seconds to wait for another rank", above_zero=True)
+        checked_transport(self.transport, torch.device(self.device))
+        super().check()
+
+    def check_replicas(self, replicas: int) -> None:
+        if self.zero not in (0, 1) or (self.zero and replicas == 1):
+            raise ZbfxError(f"zero is 0, or 1 with several replicas; found {self.zero!r} with {replicas}")
