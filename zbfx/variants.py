@@ -26,7 +26,7 @@ from zbfx.passes.split import split
 from zbfx.plan import Action, CostTable, Kind
 from zbfx.program.chain import loss_phase
 from zbfx.program.messages import parameter_holders
-from zbfx.runtime.ranks import Ranks
+from zbfx.runtime.one_of_many import Ranks
 from zbfx.schedule import plan, simulate
 from zbfx.schedule.schedule import Schedule
 from zbfx.trace.loss import Reduction, separate_count

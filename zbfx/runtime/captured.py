@@ -14,7 +14,7 @@ from zbfx.comm.channels import Channels
 from zbfx.comm.copies import Line
 from zbfx.errors import InputError, ZbfxError
 from zbfx.runtime.engine import Engine, take_turns
-from zbfx.runtime.launched import Launched, Results, Running
+from zbfx.runtime.launched import Launched, Results
 from zbfx.runtime.runner import Environment, Wait, restore
 from zbfx.runtime.timeline import Recorder
 from zbfx.trace.signature import on_device
@@ -96,26 +96,28 @@ class Captured(Launched):
                 "ranks, before model.to(...)"
             )
 
-    def run(self, step: Running, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Results:
+    def run(
+        self, engine: Engine, rows: Sequence[Sequence[Tensor]], seed: int, step: int, settle: Callable[[], None]
+    ) -> Results:
         runner = engine.runners[0]
         if not engine.pipe.trains:
-            return super().run(step, engine, rows)
+            return super().run(engine, rows, seed, step, settle)
         if engine.runs == 0:
             device = engine.pipe.device
             engine.static = StaticInputs(
                 [[tensor.to(device, copy=True) for tensor in row] for row in rows],
                 [runner.tensors.named[name] for name in sorted(runner.tensor_names)],
             )
-            return super().run(step, engine, engine.static.rows)
+            return super().run(engine, engine.static.rows, seed, step, settle)
         for static_row, row in zip(engine.static.rows, rows, strict=True):
             for static, tensor in zip(static_row, row, strict=True):
                 static.copy_(on_device(tensor, static.device))
         starts = engine.captured is None or not engine.captured.serves(runner.recorder)
         if starts:
-            step.settle_first(engine)
+            settle()
             tensors = [*engine.static.tensors, *runner.kept.values()]
             engine.captured = replace(
-                self.capture(step, engine),
+                captured_step(engine, seed, step),
                 tensors=tensors,
                 addresses=tuple(map(Tensor.data_ptr, tensors)),
                 recorder=runner.recorder,
@@ -129,7 +131,7 @@ class Captured(Launched):
             captured.prefix.replay()
         if runner.pending is not None:
             assert captured.prefix is not None, "an optimizer waits for its verdict"
-            if finished(runner.settle(step.count, warmed_up=True, received=captured.received)):
+            if finished(runner.settle(step, warmed_up=True, received=captured.received)):
                 restore(buffers)
                 captured.prefix.replay()
         if not starts:
@@ -140,26 +142,27 @@ class Captured(Launched):
             runner.watched[:] = captured.watched
         return captured.losses, captured.loss.clone()
 
-    def capture(self, step: Running, engine: Engine) -> Capture:
-        torch.cuda.synchronize()
-        engine.captured = None  # two graphs would hold the memory of two steps
-        runner = engine.runners[0]
-        runner.start(engine.loss_gradient)
-        if runner.watched is not None:
-            runner.watched.clear()
-        try:
-            if runner.program.chain.validates:
-                return capture_parts(step, engine)
-            losses: list[Tensor] = []
-            whole = part(
-                lambda: losses.extend(engine.run(engine.static.rows, step.seed_of_step(), step.count)),
-                channels_of(engine),
-            )
-            return Capture(whole, tuple(losses), engine.batch_loss, watched=tuple(runner.watched or ()))
-        except RuntimeError as error:
-            raise ZbfxError(
-                f"this step cannot be captured as a CUDA graph: {error}. Use backend='eager' or 'inductor'"
-            ) from error
+
+def captured_step(engine: Engine, seed: int, step: int) -> Capture:
+    torch.cuda.synchronize()
+    engine.captured = None  # two graphs would hold the memory of two steps
+    runner = engine.runners[0]
+    runner.start(engine.loss_gradient)
+    if runner.watched is not None:
+        runner.watched.clear()
+    try:
+        if runner.program.chain.validates:
+            return capture_parts(engine, seed, step)
+        losses: list[Tensor] = []
+        whole = part(
+            lambda: losses.extend(engine.run(engine.static.rows, seed, step)),
+            channels_of(engine),
+        )
+        return Capture(whole, tuple(losses), engine.batch_loss, watched=tuple(runner.watched or ()))
+    except RuntimeError as error:
+        raise ZbfxError(
+            f"this step cannot be captured as a CUDA graph: {error}. Use backend='eager' or 'inductor'"
+        ) from error
 
 
 def channels_of(engine: Engine) -> Channels:
@@ -175,7 +178,7 @@ def part(run: Callable[[], Any], channels: Channels, after: Part | None = None) 
     return Part(graph, channels.device, lines)
 
 
-def capture_parts(step: Running, engine: Engine) -> Capture:
+def capture_parts(engine: Engine, seed: int, step: int) -> Capture:
     """The prefix as a graph of its own, which may be replayed twice, and the rest. All that the prefix sends or has
     posted must have arrived at its end: a graph cannot wait for what another began."""
     runner = engine.runners[0]
@@ -184,12 +187,12 @@ def capture_parts(step: Running, engine: Engine) -> Capture:
     losses: list[Tensor] = []
 
     def warm_up() -> None:
-        environment.update(runner.given(engine.inputs(engine.static.rows, runner, step.seed_of_step())))
-        finished(runner.warm_up(environment, step.count))
+        environment.update(runner.given(engine.inputs(engine.static.rows, runner, seed)))
+        finished(runner.warm_up(environment, step))
         received.update(runner.transport.join())
 
     def complete() -> None:
-        losses.extend(finished(runner.complete(environment, step.count)))
+        losses.extend(finished(runner.complete(environment, step)))
 
     prefix = part(warm_up, channels_of(engine))
     whole = part(complete, channels_of(engine), after=prefix)

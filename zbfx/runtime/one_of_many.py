@@ -18,7 +18,7 @@ from zbfx.program.codegen import Program
 from zbfx.program.ops import Transport
 from zbfx.runtime.agreement import batch_hashes, refuse_other_batches
 from zbfx.runtime.engine import Batch, Engine, rank_engine
-from zbfx.runtime.ranks import Guarded
+from zbfx.runtime.ranks import AllHere, Guarded
 from zbfx.runtime.runner import Tensors
 from zbfx.runtime.verdict import problems
 
@@ -114,9 +114,6 @@ class OneOfMany:
     def add_up(self, state: Tensor) -> None:
         self.channels.add_up(state)
 
-    def barrier(self) -> None:
-        self.channels.barrier()
-
     def watched(self) -> AbstractContextManager[None]:
         return self.channels.watched()
 
@@ -145,3 +142,6 @@ class OneOfMany:
         own = problems(self.channels.name, losses, engine.parameters)
         everywhere: list[Any] = self.channels.gather(own)
         return sorted((found for rank in everywhere for found in rank), key=lambda text: "gradient" in text)
+
+
+Ranks = AllHere | OneOfMany

@@ -17,8 +17,8 @@ from zbfx.compiled import Compiled
 from zbfx.errors import InputError, NonFiniteStep, PipelineFault, ZbfxError
 from zbfx.runtime.engine import Batch, Engine
 from zbfx.runtime.launched import Launched
+from zbfx.runtime.one_of_many import Ranks
 from zbfx.runtime.options import StepOptions
-from zbfx.runtime.ranks import Ranks
 from zbfx.runtime.runner import Pending, Tensors
 from zbfx.runtime.timeline import Profile, Recorder
 from zbfx.runtime.verdict import settle, snapshot
@@ -32,21 +32,11 @@ CLOSED = "this step was closed"
 PAIRS = "a list of (positional arguments, keyword arguments), like ((inputs, targets), {}), one for each microbatch"
 
 
-class ChainLayout(Protocol):
-    """How the state of an optimizer step passes: along which ranks, and how many numbers it has."""
-
-    @property
-    def chain(self) -> tuple[int, ...]: ...
-
-    @property
-    def size(self) -> int: ...
-
-
 class Optimizer(Protocol):
     """What a step asks of an optimizer whose steps are validated while the next forwards run (`zbfx.optim`)."""
 
     sync: bool
-    layout: Any  # ChainLayout
+    layout: Any  # the `chain` of ranks along which its state passes, and the state's `size`
     seen: dict[int, list[Any]]  # by rank, where the largest values that actions made are noted
     runners: list[Any]
 
@@ -387,7 +377,8 @@ class Step:
 
         def work() -> tuple[tuple[Tensor, ...], Tensor]:
             engine.weigh(rows)
-            results = self.launch.run(self, engine, rows)
+            settle = partial(self.settle_first, engine)
+            results = self.launch.run(engine, rows, self.seed_of_step(), self.count, settle)
             for runner in engine.runners:
                 runner.finish_gradients()
             return results
