@@ -6,12 +6,10 @@ gradient in memory and no second pass over it. Views between the product and the
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
+from zbfx._torch import aten
 from zbfx.graphs import copy_graph
-
-aten = torch.ops.aten
 
 
 def accumulate_in_products(graph: fx.Graph) -> fx.Graph:

@@ -23,12 +23,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
-from zbfx._torch import GRADIENT_ADDITION_MARK
+from zbfx import _torch
+from zbfx._torch import GRADIENT_ADDITION_MARK, aten
 from zbfx.errors import TraceError
 from zbfx.graphs import Joint, Port, Role, copy_graph
 from zbfx.passes.nodes import expression, is_view, storage_owner, value_bytes
-
-aten = torch.ops.aten
 
 # Fused backward ops worth splitting by their output mask (position of the mask argument). Norms are not: their
 # weight gradient is a cheap sum, and keeping it for W would hold two activations until then.
@@ -42,12 +41,8 @@ READ_AS_DENSE = {
     aten.as_strided_scatter.default: (0,),
     aten.view_as_complex.default: (0,),
     aten.view.dtype: (0,),
-    aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 1, 2),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (0, 1, 2, 3),
-    aten._scaled_dot_product_flash_attention.default: (0, 1, 2),
-    aten._scaled_dot_product_flash_attention_backward.default: (0, 1, 2, 3),
-    aten._scaled_dot_product_efficient_attention.default: (0, 1, 2),
-    aten._scaled_dot_product_efficient_attention_backward.default: (0, 1, 2, 3),
+    **dict.fromkeys(_torch.ATTENTION, (0, 1, 2)),
+    **dict.fromkeys(_torch.ATTENTION_BACKWARD, (0, 1, 2, 3)),
 }
 
 SLICES = (aten.slice.Tensor, aten.slice_backward.default)
@@ -68,8 +63,6 @@ WRITES_INTO_COPY = {
     aten.diagonal_scatter.default,
     aten.copy.default,
 }
-
-COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
 
 
 def canonicalize(joint: Joint) -> Joint:
@@ -95,7 +88,7 @@ def canonicalize(joint: Joint) -> Joint:
 
 
 def refuse_collective(node: fx.Node) -> None:
-    if getattr(node.target, "namespace", None) in COLLECTIVES:
+    if _torch.is_collective(node.target):
         raise TraceError(
             f"the model runs a collective, {node.target} (node {node.name}), at "
             f"{node.meta.get('stack_trace') or 'an unknown line'}: a stage runs on one rank, and the other ranks would "

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from zbfx._torch import aten
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Phase, Port, Role, Split, Stage
 from zbfx.passes.accumulate import accumulate_in_products
 from zbfx.passes.nodes import expression, is_random, is_view, storage_owner, value_bytes
 from zbfx.plan import Kind
 from zbfx.rng import seeded, stream_of
-
-aten = torch.ops.aten
 
 PORT_ORDER = (Role.PARAMETER, Role.BUFFER, Role.CONSTANT, Role.INPUT, Role.LOSS_GRADIENT)
 Key = tuple[int, Kind]

@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-aten = torch.ops.aten
+from zbfx import _torch
+from zbfx._torch import aten
 
-# Shares its input's storage although its schema does not say so.
-UNDECLARED_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default}
-ATTENTION = aten._scaled_dot_product_flash_attention
-ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_backward
-ATTENTION_FORWARD = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: ATTENTION,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: ATTENTION_BACKWARD,
+
+@dataclass(frozen=True)
+class CountedAs:
+    """The operator whose formula counts the operations of another one, and how many arguments that formula reads."""
+
+    operator: Any
+    argument_count: int | None = None  # all of them, and those given by name
+
+
+COUNTED_AS: Mapping[Any, CountedAs] = {
+    _torch.CPU_ATTENTION: CountedAs(_torch.FLASH_ATTENTION, 3),
+    _torch.CPU_ATTENTION_BACKWARD: CountedAs(_torch.FLASH_ATTENTION_BACKWARD, 4),
+    aten.addmm_.default: CountedAs(aten.addmm),
 }
-# Counted like the product that leaves its result elsewhere.
-IN_PLACE = {aten.addmm_.default: aten.addmm}
 
 
 def is_view(node: fx.Node) -> bool:
     """Whether the node's value shares the storage of its first input."""
     if node.op != "call_function" or not (node.args and isinstance(node.args[0], fx.Node)):
         return False  # a view of a number, like the conjugate of 1j, is a tensor of its own
-    if node.target in UNDECLARED_VIEWS:
+    if node.target in _torch.UNDECLARED_VIEWS:
         return True
     if node.target is operator.getitem:
         return is_view(node.args[0])
-    schema = getattr(node.target, "_schema", None)
+    schema = _torch.schema_of(node.target)
     if schema is None or not schema.arguments or schema.arguments[0].alias_info is None:
         return False
     return not schema.arguments[0].alias_info.is_write
@@ -42,16 +48,22 @@ def is_random(node: fx.Node) -> bool:
     """Whether the node draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    schema = node.target._schema  # type: ignore[union-attr]
-    if "scaled_dot_product" in schema.name:  # tagged for its dropout, which is mostly off
-        position = next(i for i, argument in enumerate(schema.arguments) if argument.name == "dropout_p")
-        return bool(node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0))
-    return True
+    schema = _torch.schema_of(node.target)
+    assert schema is not None, "operators have tags"
+    dropout = [position for position, argument in enumerate(schema.arguments) if argument.name == "dropout_p"]
+    if not dropout:
+        return True
+    # Attention is tagged for its dropout, which is mostly off.
+    return bool(node.args[dropout[0]] if dropout[0] < len(node.args) else node.kwargs.get("dropout_p", 0.0))
 
 
 def flop_formula(node: fx.Node) -> Any:
-    known: dict[Any, Any] = ATTENTION_FORWARD | IN_PLACE
-    return flop_registry.get(known.get(node.target, getattr(node.target, "overloadpacket", None)))
+    """The formula by which torch counts the operations of a node's op; None for an op that it does not count."""
+    return flop_registry.get(counted_as(node).operator)
+
+
+def counted_as(node: fx.Node) -> CountedAs:
+    return COUNTED_AS.get(node.target, CountedAs(getattr(node.target, "overloadpacket", None)))
 
 
 def hint(size: Any) -> int:
@@ -70,8 +82,9 @@ def flops(node: fx.Node, size: Callable[[Any], Any] = hint) -> Any:
     if formula is None:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    if node.target in ATTENTION_FORWARD:
-        args, kwargs = args[:4] if "backward" in str(node.target) else args[:3], {}
+    argument_count = counted_as(node).argument_count
+    if argument_count is not None:
+        args, kwargs = args[:argument_count], {}
     return size(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 

@@ -11,18 +11,15 @@ import operator
 from collections import defaultdict
 from collections.abc import Mapping
 
-import torch
 from torch import fx
 
+from zbfx import _torch
 from zbfx.errors import TraceError
 from zbfx.graphs import Joint, Line, Role
 from zbfx.passes.canonicalize import is_gradient_addition
 from zbfx.passes.nodes import flop_formula, is_random, is_view
 
-aten = torch.ops.aten
-
 IS_PLACED = "is_placed"  # in the meta of a node: it has a position, whatever it is made of
-CASTS = {aten._to_copy.default}
 
 
 def line_up(joint: Joint) -> Line:
@@ -100,7 +97,7 @@ def without_position(joint: Joint, gradients: set[fx.Node]) -> set[fx.Node]:
         ):
             continue
         kind = set[Role]().union(*(kinds[source] for source in sources))
-        if kind <= {Role.INPUT} or (kind == {Role.PARAMETER} and (is_view(node) or node.target in CASTS)):
+        if kind <= {Role.INPUT} or (kind == {Role.PARAMETER} and (is_view(node) or node.target is _torch.CAST)):
             kinds[node] = kind
             floating.add(node)
     return floating

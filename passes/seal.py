@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
+from zbfx import _torch
+from zbfx._torch import aten
 from zbfx.graphs import copy_graph
 
-aten = torch.ops.aten
 library = torch.library.Library("zbfx", "FRAGMENT")
 library.define("addmm_(Tensor(a!) gradient, Tensor left, Tensor right) -> ()")
 library.define("check(Tensor condition, str message='a check failed') -> ()")
@@ -15,8 +16,8 @@ fx.has_side_effect(torch.ops.zbfx.check.default)  # else graphs leave it out
 
 OURS = {
     aten.addmm_.default: torch.ops.zbfx.addmm_.default,
-    aten._assert_async.default: torch.ops.zbfx.check.default,
-    aten._assert_async.msg: torch.ops.zbfx.check.default,
+    _torch.ASSERT: torch.ops.zbfx.check.default,
+    _torch.ASSERT_WITH_MESSAGE: torch.ops.zbfx.check.default,
 }
 
 
@@ -27,7 +28,7 @@ def add_product(gradient: Tensor, left: Tensor, right: Tensor) -> None:
 
 @torch.library.impl(library, "check", "CompositeExplicitAutograd")
 def check(condition: Tensor, message: str = "a check failed") -> None:
-    aten._assert_async.msg(condition, message)
+    _torch.ASSERT_WITH_MESSAGE(condition, message)
 
 
 def sealed(graph: fx.Graph) -> fx.Graph:

@@ -3,6 +3,8 @@
 aot_export_joint_with_descriptors   2.11.0, 2.13.0   joint forward and backward graph of a module
 descriptors.*                       2.11.0, 2.13.0   what each input and output of that graph is
 with_effects, _linalg_check_errors  2.11.0, 2.13.0   operators in that graph that act beside their results
+aten._assert_async, _to_copy, ...   2.11.0, 2.13.0   other operators in that graph
+OpOverload._schema, .namespace      2.11.0, 2.13.0   what an operator takes and gives; whose operator it is
 FakeTensorMode                      2.11.0, 2.13.0   tensors with shape, dtype and device but no memory
 DataDependentOutputException, ...   2.11.0, 2.13.0   what fake tensors raise where Python needs a value
 torch._subclasses.fake_tensor       2.11.0, 2.13.0   also the name of its logger
@@ -25,6 +27,8 @@ OpOverload.py_kernels, ...          2.11.0, 2.13.0   what runs in place of an op
 ShapeEnv, ConstantSource            2.11.0, 2.13.0   sizes that are symbols, and what holds of them
 UntypedStorage._cdata               2.11.0, 2.13.0   the address of a storage, fake ones included
 Module._parameters, ...             2.11.0, 2.13.0   the dicts of a module's parts and hooks
+Tensor._version                     2.11.0, 2.13.0   how often it was written in place
+OptimizedModule._orig_mod           2.11.0, 2.13.0   what a module that torch.compile made was made of
 """
 
 from __future__ import annotations
@@ -48,30 +52,30 @@ from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd.descriptors import (
     BackwardTokenAOTInput,
     BackwardTokenAOTOutput,
-    BufferAOTInput,
     ForwardTokenAOTInput,
     ForwardTokenAOTOutput,
-    GradAOTOutput,
-    InputMutationAOTOutput,
-    ParamAOTInput,
-    PlainAOTInput,
-    PlainAOTOutput,
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
-    TangentAOTInput,
 )
+from torch._functorch._aot_autograd.descriptors import BufferAOTInput as BufferAOTInput
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput as GradAOTOutput
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput as InputMutationAOTOutput
+from torch._functorch._aot_autograd.descriptors import ParamAOTInput as ParamAOTInput
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput as PlainAOTInput
+from torch._functorch._aot_autograd.descriptors import PlainAOTOutput as PlainAOTOutput
+from torch._functorch._aot_autograd.descriptors import TangentAOTInput as TangentAOTInput
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn.modules import transformer
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -80,53 +84,31 @@ DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeExcepti
 # Inputs and outputs of a traced graph that keep operators with effects in order.
 TOKENS = (ForwardTokenAOTInput, ForwardTokenAOTOutput, BackwardTokenAOTInput, BackwardTokenAOTOutput)
 
+pytree = _pytree
+aten = torch.ops.aten  # the operators that traced graphs are made of
+
 with_effects = torch.ops.higher_order.with_effects
-CHECKS = {torch.ops.aten._linalg_check_errors.default}  # operators with effects that only check values
+CHECKS = {aten._linalg_check_errors.default}  # operators with effects that only check values
+ASSERT, ASSERT_WITH_MESSAGE = aten._assert_async.default, aten._assert_async.msg
+CAST = aten._to_copy.default
+CTC_LOSS, CTC_LOSS_BACKWARD = aten._ctc_loss, aten._ctc_loss_backward
+UNDECLARED_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default}  # views whose schemas do not say so
+
+CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+CPU_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+FLASH_ATTENTION = aten._scaled_dot_product_flash_attention
+FLASH_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_backward
+ATTENTION = (CPU_ATTENTION, FLASH_ATTENTION.default, aten._scaled_dot_product_efficient_attention.default)
+ATTENTION_BACKWARD = (
+    CPU_ATTENTION_BACKWARD,
+    FLASH_ATTENTION_BACKWARD.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+)
+
+COLLECTIVE_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
 
 # The text that autograd leaves on the nodes that add up gradients of a value with several uses.
 GRADIENT_ADDITION_MARK = "Gradient addition node"
-
-__all__ = [
-    "CHECKS",
-    "DATA_DEPENDENT_ERRORS",
-    "GRADIENT_ADDITION_MARK",
-    "TOKENS",
-    "BufferAOTInput",
-    "FakeTensorMode",
-    "GradAOTOutput",
-    "InputMutationAOTOutput",
-    "ParamAOTInput",
-    "PlainAOTInput",
-    "PlainAOTOutput",
-    "TangentAOTInput",
-    "capture_joint",
-    "decomposing",
-    "foreach_copy",
-    "foreach_norm",
-    "functional",
-    "group_store",
-    "has_gradient_hooks",
-    "hook_tables",
-    "is_limit_of_fakes",
-    "is_stray_fake",
-    "join_shards",
-    "local_description",
-    "part_tables",
-    "pytree",
-    "same_storage",
-    "set_group_timeout",
-    "shape_env",
-    "size_guards",
-    "sum_shards",
-    "symbolic_size",
-    "unwrapped",
-    "wait_tensor",
-    "waited",
-    "with_effects",
-    "without_fake_logs",
-    "without_looks_at_masks",
-    "without_mkldnn",
-]
 
 
 @contextlib.contextmanager
@@ -250,6 +232,37 @@ def capture_joint(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphModule
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Whether hooks wait for this parameter's gradient (`register_hook`, `register_post_accumulate_grad_hook`)."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def schema_of(operator: Any) -> torch.FunctionSchema | None:
+    """The arguments and results of an operator of a graph; None for a plain function."""
+    schema: torch.FunctionSchema | None = getattr(operator, "_schema", None)
+    return schema
+
+
+def is_collective(operator: Any) -> bool:
+    """Whether a function of a graph is an operator that several processes call together."""
+    return getattr(operator, "namespace", None) in COLLECTIVE_NAMESPACES
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor, or another on its memory, was written in place; inference tensors have no count."""
+    return tensor._version
+
+
+def is_optimized(module: nn.Module) -> bool:
+    """Whether a module is what `torch.compile` makes of another."""
+    return hasattr(module, "_orig_mod")
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The dict in which a module keeps its own buffers: those of its submodules are theirs."""
+    return module._buffers
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The dict in which a module keeps its direct submodules."""
+    return module._modules
 
 
 def part_tables(module: nn.Module) -> list[dict[Any, Any]]:

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from zbfx._torch import aten
 from zbfx.graphs import Phase, Stage, copy_graph
 from zbfx.rng import seeded
-
-aten = torch.ops.aten
 
 REFUSALS = (RuntimeError, ValueError, IndexError)  # what ops raise for values outside of their domain
 

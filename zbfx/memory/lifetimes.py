@@ -12,17 +12,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
-from zbfx._torch import same_storage
+from zbfx._torch import aten, same_storage, schema_of
 from zbfx.graphs import Phase, Stage
 from zbfx.passes.canonicalize import OVERSIZED
 from zbfx.passes.nodes import is_view, storage_bytes, tensors, value_bytes
 from zbfx.plan import Kind
 from zbfx.rng import seeded
-
-aten = torch.ops.aten
 
 CUDA_GRANULE = 512  # PyTorch's allocator on CUDA gives out multiples of it
 
@@ -122,7 +119,7 @@ def fake(node: Any) -> Any:
 
 def writes_first(node: fx.Node) -> bool:
     """Whether the op writes into its first argument, and returns it."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     return bool(schema and schema.arguments and schema.arguments[0].is_write)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-aten = torch.ops.aten
+from zbfx import _torch
+
 library = torch.library.Library("zbfx", "FRAGMENT")
 
 
@@ -50,8 +51,8 @@ def define(name: str, lengths: str, forward: Any, backward: Any) -> Any:
     return getattr(torch.ops.zbfx, name).default
 
 
-BY_TENSORS = define("ctc_loss", "Tensor", aten._ctc_loss.Tensor, aten._ctc_loss_backward.Tensor)
-BY_NUMBERS = define("ctc_loss_of_sizes", "SymInt[]", aten._ctc_loss.default, aten._ctc_loss_backward.default)
+BY_TENSORS = define("ctc_loss", "Tensor", _torch.CTC_LOSS.Tensor, _torch.CTC_LOSS_BACKWARD.Tensor)
+BY_NUMBERS = define("ctc_loss_of_sizes", "SymInt[]", _torch.CTC_LOSS.default, _torch.CTC_LOSS_BACKWARD.default)
 
 
 def ctc_loss(

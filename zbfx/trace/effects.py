@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch import fx
 
 from zbfx import _torch
 from zbfx.errors import TraceError
 from zbfx.trace.refusals import UNKNOWN_LINE
 
-aten = torch.ops.aten
-fx.has_side_effect(aten._assert_async.default)  # graphs keep the one with a message already
+fx.has_side_effect(_torch.ASSERT)  # graphs keep the one with a message already
 
 
 def without_tokens(module: fx.GraphModule) -> fx.GraphModule:

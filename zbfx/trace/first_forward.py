@@ -83,7 +83,7 @@ class FirstForward:
 
 def tables(module: nn.Module) -> Iterator[tuple[str, Table]]:
     yield "", vars(module)
-    yield "", module._buffers
+    yield "", _torch.own_buffers(module)
     for attribute, value in vars(module).items():
         if attribute not in OF_MODULES and isinstance(value, dict | list):
             yield attribute, value

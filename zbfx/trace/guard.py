@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbfx._torch import hook_tables
+from zbfx._torch import hook_tables, own_buffers
 from zbfx.errors import InputError, listed
 from zbfx.trace.first_forward import OF_MODULES
 from zbfx.trace.objective import LOSS_PREFIX
@@ -66,7 +66,7 @@ class Guard:
             frozenset(
                 f"{name}.{attribute}".removeprefix(".")
                 for name, module in modules.items()
-                for table in (vars(module), module._buffers)
+                for table in (vars(module), own_buffers(module))
                 for attribute, value in table.items()
                 if value is None and attribute not in OF_MODULES
             ),
@@ -110,7 +110,7 @@ class Guard:
         None. Another trace begins as the first one did."""
         for name, module in named_modules(model, loss_fn).items():
             prefix = f"{name}." if name else ""
-            made = [key for key, value in module._buffers.items() if value is not None]
+            made = [key for key, value in own_buffers(module).items() if value is not None]
             new = [key for key in made if prefix + key not in self.layouts]
             for key in new:
                 delattr(module, key)

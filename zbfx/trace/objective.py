@@ -74,7 +74,7 @@ class Objective(nn.Module):
         self.part = "the backward"
         for module in self.modules():
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-                module._buffers[name] = _torch.functional(buffer)
+                _torch.own_buffers(module)[name] = _torch.functional(buffer)
 
 
 def keep_replaced(name: str, before: Tensor, after: Tensor | None) -> None:

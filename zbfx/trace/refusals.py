@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zbfx import _torch
+from zbfx._torch import aten
 from zbfx.errors import TraceError, first_line
 
 WRAPPERS = (contextlib.__file__, functools.__file__)  # in the stack wherever code is decorated
@@ -25,7 +26,6 @@ FIT = (
     "after outputs"
 )
 
-aten = torch.ops.aten
 # Operators that take no mix of dtypes, which their kernels for fake tensors do not check.
 ONE_DTYPE = {
     aten.mm.default,

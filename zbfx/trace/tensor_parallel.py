@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 from zbfx import _torch
 from zbfx.errors import ZbfxError
 
-COLLECTIVES = "_c10d_functional"
-
 
 def is_sharded(tensor: Any) -> bool:
     """Whether a tensor is a parameter of which each process of a mesh holds a part."""
@@ -91,7 +89,7 @@ def localize(module: fx.GraphModule) -> fx.GraphModule:
             graph.erase_node(node)
     for wait in graph.find_nodes(op="call_function", target=_torch.wait_tensor):
         (collective,) = wait.all_input_nodes
-        if getattr(collective.target, "namespace", None) == COLLECTIVES and len(collective.users) == 1:
+        if _torch.is_collective(collective.target) and len(collective.users) == 1:
             with graph.inserting_before(wait):
                 whole = graph.call_function(_torch.waited, (collective.target, *collective.args), collective.kwargs)
             whole.meta = dict(wait.meta)

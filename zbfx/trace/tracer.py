@@ -232,7 +232,7 @@ def attributes_without_copy(model: nn.Module, memo: Mapping[int, Any]) -> list[s
     found = []
     for prefix, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if attribute != "_modules":
+            if value is not _torch.own_modules(module):
                 try:
                     copy.deepcopy(value, dict(memo))
                 except Exception:
