@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbfx.arguments import finite_number, whole_number
 from zbfx.comm.channels import Channels, checked_transport
+from zbfx.comm.local import Mailbox
 from zbfx.comm.place import Place, find_place
 from zbfx.comm.together import on_all_ranks, waiting
-from zbfx.comm.transports import Mailbox
 from zbfx.costs import estimate, measure
 from zbfx.costs.links import measured_link
 from zbfx.errors import ZbfxError

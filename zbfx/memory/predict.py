@@ -16,7 +16,7 @@ import torch
 from zbfx.comm.together import exchange
 from zbfx.graphs import Joint, Phase, Role
 from zbfx.memory.lifetimes import CUDA_GRANULE, Lifetimes, lifetimes, rounded
-from zbfx.memory.walk import Moment, Walk, called, live_at, strides_of
+from zbfx.memory.walk import Moment, Walk, inner_call, live_at, strides_of
 from zbfx.passes.nodes import value_bytes
 from zbfx.plan import Action, Kind, Schedule, parts
 from zbfx.program import streams
@@ -96,7 +96,7 @@ class Predictor:
 
     def rank_memory(self, program: Program) -> RankMemory:
         """Walk a program."""
-        named = [(name, called(module)) for name, module in program.module.named_children()]
+        named = [(name, inner_call(module)) for name, module in program.module.named_children()]
         phases = {name: self.lifetimes(call.phase) for name, call in named if isinstance(call, PhaseCall)}
         walk = Walk(program, phases, {}, strides_of(program), self.granule)
         walk.run()

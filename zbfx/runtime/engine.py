@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from zbfx import rng
-from zbfx.comm import transports
 from zbfx.comm.channels import Channels
+from zbfx.comm.group import GroupTransport
+from zbfx.comm.local import LocalTransport, Mailbox
 from zbfx.program import ops
 from zbfx.program.codegen import Program
 from zbfx.program.reductions import RankReductions
@@ -133,19 +134,17 @@ def take_turns(runs: Sequence[Generator[Wait, None, T]]) -> list[T]:
     return [results[index] for index in range(len(runs))]
 
 
-def local_engine(pipe: Pipeline, tensors: Tensors, mailbox: transports.Mailbox) -> Engine:
+def local_engine(pipe: Pipeline, tensors: Tensors, mailbox: Mailbox) -> Engine:
     """All ranks in this process."""
     return Engine.of(pipe, local_runners(pipe, pipe.programs, tensors, mailbox))
 
 
-def local_runners(
-    pipe: Pipeline, programs: Sequence[Program], tensors: Tensors, mailbox: transports.Mailbox
-) -> list[RankRunner]:
+def local_runners(pipe: Pipeline, programs: Sequence[Program], tensors: Tensors, mailbox: Mailbox) -> list[RankRunner]:
     """Runners of all ranks in this process: the first holder of a shared gradient adds it up."""
     runners = []
     for program in programs:
         adds = {gradient.name for gradient in pipe.shared_gradients if gradient.holders[0] == program.rank}
-        transport = transports.LocalTransport(f"rank {program.rank}", program.messages, mailbox)
+        transport = LocalTransport(f"rank {program.rank}", program.messages, mailbox)
         runners.append(RankRunner(program, tensors, transport, adds))
     return runners
 
@@ -155,7 +154,7 @@ def rank_engine(pipe: Pipeline, tensors: Tensors, channels: Channels) -> Engine:
     program = pipe.programs[channels.place.rank]
     reductions = pipe.reductions[program.rank] if pipe.reductions else RankReductions(())
     sharded = {bucket.key for bucket in reductions.shards if not bucket.shared}
-    transport = transports.GroupTransport(program.messages, channels, sharded=sharded)
+    transport = GroupTransport(program.messages, channels, sharded=sharded)
     adds = {gradient.name for gradient in pipe.shared_gradients}
     return Engine.of(pipe, [RankRunner(program, tensors, transport, adds)], channels)
 

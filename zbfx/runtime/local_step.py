@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from zbfx.comm.transports import LocalTransport, Mailbox
+from zbfx.comm.local import LocalTransport, Mailbox
 from zbfx.plan import Schedule
 from zbfx.program.codegen import Program
 from zbfx.program.ops import Transport

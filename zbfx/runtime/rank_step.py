@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from zbfx.comm.channels import Channels
+from zbfx.comm.group import GroupTransport
 from zbfx.comm.history import CLOSE
 from zbfx.comm.together import agreed
-from zbfx.comm.transports import GroupTransport
 from zbfx.errors import InputError, PipelineFault, ZbfxError
 from zbfx.plan import Schedule
 from zbfx.program.codegen import Program
