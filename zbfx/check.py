@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from zbfx import rng
 from zbfx.arguments import checked_seed, finite_number, kind_of
-from zbfx.comm import transports
+from zbfx.comm.local import Mailbox
 from zbfx.compiled import Compiled
 from zbfx.errors import ZbfxError, first_line
 from zbfx.graphs import Joint, Role, copy_graph
@@ -301,7 +301,7 @@ def split_results(
     pipe: Compiled, tensors: Tensors, microbatches: list[ops.Microbatch], loss_gradient: Tensor
 ) -> dict[str, Tensor]:
     """Losses, summed gradients and final buffers of the stages' F, B and W, on all ranks, in this process."""
-    runners = local_runners(pipe, apart(pipe, len(microbatches)), tensors, transports.Mailbox())
+    runners = local_runners(pipe, apart(pipe, len(microbatches)), tensors, Mailbox())
     runners[pipe.loss_rank].combine = lambda *losses: losses[0]  # each is compared by itself
     for runner in runners:
         runner.start(loss_gradient)

@@ -47,7 +47,7 @@ class Ranks:
 
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    monkeypatch.setattr(history, "POLL_S", 0.01)
+    monkeypatch.setattr(history, "LOOK_S", 0.01)
     monkeypatch.setattr(history, "COMPARE_S", 0.1)
     found = Ranks()
     yield found

@@ -14,7 +14,8 @@ import zbfx
 from tests.support.devices import Device, Events
 from tests.support.models import mlp
 from tests.support.reference import assert_same, compiled, gradients, reference
-from zbfx.comm.transports import GroupTransport, LocalTransport, Mailbox
+from zbfx.comm.group import GroupTransport
+from zbfx.comm.local import LocalTransport, Mailbox
 from zbfx.program.calls import PhaseCall
 from zbfx.program.messages import Message, TensorLayout
 from zbfx.runtime.engine import take_turns

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import zbfx
-from zbfx.costs.made_up import arguments_of, made_up, positive_inputs
+from zbfx.costs.made_up import argument_makers, made_up, positive_inputs
 from zbfx.passes.nodes import is_view
 from zbfx.plan import Kind
 
@@ -67,7 +67,7 @@ def test_probabilities_are_made_up_in_their_domain() -> None:
         node.meta["val"] = torch.empty(2, 3) if node is x else torch.empty(6)
     assert positive_inputs(graph.nodes) == {x, target, view}
     assert positive_inputs([view]) == set()
-    makers = arguments_of(graph, CPU)
+    makers = argument_makers(graph, CPU)
     assert all((make() >= 0).all() for make in makers)
     assert fx.GraphModule(nn.Module(), graph)(*[make() for make in makers]) > 0
 

@@ -29,7 +29,7 @@ from tests.support.models import (
 )
 from tests.support.reference import beside, compiled, rescheduled, with_other
 from zbfx.costs import measure
-from zbfx.costs.made_up import arguments_of, made_up
+from zbfx.costs.made_up import argument_makers, made_up
 from zbfx.costs.measure import with_call_bytes
 from zbfx.graphs import CallBytes
 from zbfx.memory.walk import Moment
@@ -154,7 +154,7 @@ def test_calls_are_measured_as_a_step_makes_them(make: Maker, monkeypatch: pytes
         for stage in pipe.stages:
             for kind, phase in stage.phases.items():
                 if not phase.is_empty:
-                    args = [argument() for argument in arguments_of(phase.module.graph, device)]
+                    args = [argument() for argument in argument_makers(phase.module.graph, device)]
                     found = measure.call_bytes(stage, kind, boxed(phase), args, device)
                     assert found.hidden == 0, (stage.index, kind)
                     assert found.usual == found.expected, (stage.index, kind)

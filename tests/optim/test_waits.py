@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tests.support.devices import BESIDE, MAIN, Device, Events
 from tests.support.models import ROWS, Problem, mean_squares, mlp, numbers
 from tests.support.reference import compiled
-from zbfx.comm.transports import GroupTransport
+from zbfx.comm.group import GroupTransport
 from zbfx.compiled import Compiled
 from zbfx.program.chain import Chain, chain_of, loss_layout, order_of_ranks
 from zbfx.program.codegen import Program, optimizer_program

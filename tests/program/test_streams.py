@@ -50,12 +50,12 @@ def test_the_program_starts_a_w_before_its_b_and_joins_it_after_the_b_was_sent()
         ("W1.0", "B1.1"),
         ("W1.1", "B1.2"),
     ]
-    called = re.findall(r"= (self\.\w+|zbfx_(?:comm_send|streams_join))\(", pipe.programs[1].code)
+    called = re.findall(r"= (self\.\w+|zbfx_program_(?:ops_send|streams_join))\(", pipe.programs[1].code)
     assert called == [
-        *("self.F1", "self.B1", "zbfx_comm_send"),
-        *("self.F1", "self.W1_beside", "self.B1", "zbfx_comm_send", "zbfx_streams_join"),
-        *("self.F1", "self.loss", "zbfx_comm_send"),
-        *("self.W1_beside", "self.B1", "zbfx_comm_send", "zbfx_streams_join"),
+        *("self.F1", "self.B1", "zbfx_program_ops_send"),
+        *("self.F1", "self.W1_beside", "self.B1", "zbfx_program_ops_send", "zbfx_program_streams_join"),
+        *("self.F1", "self.loss", "zbfx_program_ops_send"),
+        *("self.W1_beside", "self.B1", "zbfx_program_ops_send", "zbfx_program_streams_join"),
         "self.W1",
     ]
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import zbfx
 from zbfx import rng
-from zbfx.comm import transports
+from zbfx.comm.local import LocalTransport, Mailbox
 from zbfx.program import ops
 from zbfx.program.messages import Message
 from zbfx.runtime.engine import take_turns
@@ -57,11 +57,11 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
 
-class HoldingTransport(transports.LocalTransport):
+class HoldingTransport(LocalTransport):
     """Messages within one process that hold what messages between processes hold: receives from when they are posted,
     sent values until they are released. What travels between the ranks is a copy that no rank counts."""
 
-    def __init__(self, messages: Mapping[str, Message], mailbox: transports.Mailbox, counter: LiveBytes) -> None:
+    def __init__(self, messages: Mapping[str, Message], mailbox: Mailbox, counter: LiveBytes) -> None:
         super().__init__("counted", messages, mailbox)
         self.counter = counter
         self.buffers: dict[str, tuple[Tensor, ...]] = {}
@@ -106,7 +106,7 @@ def counted(run: Generator[Wait, None, Any], counter: LiveBytes) -> Generator[Wa
 def measured_peaks(pipe: zbfx.Pipeline, rows: Sequence[Sequence[Tensor]], steps: int = 1) -> list[LiveBytes]:
     """Per rank, the counter after so many steps on these microbatches."""
     tensors = Tensors(pipe.source.tensors, pipe.compiled.joint.constants)
-    mailbox = transports.Mailbox()
+    mailbox = Mailbox()
     counters = [LiveBytes() for _ in pipe.programs]
     specs = pipe.compiled.signature.tensors
     runners = []

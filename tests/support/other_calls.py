@@ -34,7 +34,7 @@ def ready(problem: Problem, pipe: zbfx.Pipeline, **options: Any) -> tuple[Step, 
 
 
 def other_calls(rank: int) -> dict[str, Any]:
-    history.COMPARE_S, history.POLL_S = COMPARE_S, 0.1
+    history.COMPARE_S, history.LOOK_S = COMPARE_S, 0.1
     problem = mlp(3)
     pipe = compiled(problem, 3, 3)
     small = (numbers(3, 8), numbers(3, 8))
@@ -86,7 +86,7 @@ def other_calls(rank: int) -> dict[str, Any]:
 
 def other_arguments(rank: int) -> dict[str, Any]:
     """Ranks that call the same with other numbers, of which each would make a wrong step without a word."""
-    history.COMPARE_S, history.POLL_S = COMPARE_S, 0.1
+    history.COMPARE_S, history.LOOK_S = COMPARE_S, 0.1
     problem = mlp(3)
     pipe = compiled(problem, 3, 3)
     results: dict[str, Any] = {"seed": refusal(lambda: pipe.bind(seed=3 + rank % 2))}
@@ -119,7 +119,7 @@ def other_arguments(rank: int) -> dict[str, Any]:
 
 def slow_ranks(rank: int) -> dict[str, Any]:
     """Ranks that make the same calls: one is slow to make them, one inside them, and all refuse a batch in between."""
-    history.COMPARE_S, history.POLL_S = 0.2, 0.05
+    history.COMPARE_S, history.LOOK_S = 0.2, 0.05
     problem = mlp(3)
     pipe = compiled(problem, 3, 3)
     step, batch = ready(problem, pipe)

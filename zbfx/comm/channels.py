@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbfx._torch import group_store, join_shards, set_group_timeout, sum_shards
-from zbfx.comm.copies import OTHER_STREAMS, Line, Lines, Pair, open_lines, room
+from zbfx.comm.copies import OTHER_STREAMS, CopyLine, Lines, Pair, open_lines, room
 from zbfx.comm.history import History
 from zbfx.comm.overdue import Overdue, Progress
 from zbfx.comm.place import Place
@@ -188,10 +188,10 @@ class Channels:
         return Bounded(work, self.timeout) if self.backend == "gloo" else work
 
     @contextmanager
-    def lines_used(self) -> Iterator[list[Line]]:
+    def lines_used(self) -> Iterator[list[CopyLine]]:
         """Lists the lines on which anything is sent or received in here, once it is over."""
         before = {pair: line.transfers for pair, line in self.lines.items()}
-        used: list[Line] = []
+        used: list[CopyLine] = []
         yield used
         used += [line for pair, line in self.lines.items() if line.transfers > before.get(pair, 0)]
 
@@ -375,7 +375,7 @@ def known_fault(store: dist.Store) -> str | None:
         return "the process that holds the store of torch.distributed has ended"
 
 
-def drained(lines: Collection[Line]) -> Callable[[], bool]:
+def drained(lines: Collection[CopyLine]) -> Callable[[], bool]:
     """Tells later, without asking the device, whether lines have done all that they have to do now."""
     for line in lines:
         line.note()

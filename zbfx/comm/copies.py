@@ -41,7 +41,7 @@ EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 OTHER_STREAMS = 4  # that work beside lines: compute, the second stream, NCCL's, an optimizer's
 
 Pair = tuple[int, int]  # ranks: source, target
-Lines = dict[Pair, "Line"]
+Lines = dict[Pair, "CopyLine"]
 
 
 class DriverError(RuntimeError):
@@ -88,7 +88,7 @@ class Arrival:
         torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
-class Line:
+class CopyLine:
     """One end of a channel between two processes of one host, and the stream on which it works. Raises `DriverError`
     where the device has no memory left, or shares none."""
 
@@ -158,11 +158,11 @@ class Line:
             checked(driver.cuStreamDestroy(self.handle))
 
 
-def new_line(device: torch.device, *, sends: bool) -> Line | None:
+def new_line(device: torch.device, *, sends: bool) -> CopyLine | None:
     """An end of a channel, if the device has it: what PyTorch keeps for later is asked for once."""
     for _ in range(2):
         try:
-            return Line(device, sends=sends)
+            return CopyLine(device, sends=sends)
         except DriverError:
             torch.cuda.empty_cache()
     return None
@@ -188,7 +188,7 @@ def open_lines(
     return own, set(pairs) - lost
 
 
-def close_lines(lines: Sequence[Line], what: str) -> None:
+def close_lines(lines: Sequence[CopyLine], what: str) -> None:
     """Close lines of which nobody uses any more. Collective over all processes."""
     for line in lines:
         line.disconnect()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from zbfx.errors import SAME_CALLS
 
 COMPARE_S = 3.0  # from when a call has begun
-POLL_S = 0.5
+LOOK_S = 0.5
 CLOSE = "close, or the end of its process"
 KEPT = 8  # calls: some need nothing from other ranks, and a rank may be that far ahead
 
@@ -97,7 +97,7 @@ class History:
                 if differs is not None and not self.closed:
                     differs(found)
                 return
-            time.sleep(POLL_S)
+            time.sleep(LOOK_S)
 
     def difference(self) -> str | None:
         """Tell the other ranks of the calls that they do not know of; how theirs differ, if one has told before."""

@@ -20,17 +20,16 @@ SHORT_WARM_S = 0.25  # enough on one that was under the same load a moment ago
 OTHER_WARM_S = 2.0  # and under another one, which may draw more power and take another 2 % of the clock
 COUNTED_S = 0.75  # under load, after that
 
-Call = Callable[[], Any]
-Key = TypeVar("Key", bound=Hashable)
+Label = TypeVar("Label", bound=Hashable)
 Argument = TypeVar("Argument")
 
 
-def call_s(call: Call, device: torch.device) -> float:
+def call_s(call: Callable[[], Any], device: torch.device) -> float:
     """Median seconds of one call, back to back with others."""
     return graph_s(call) if device.type == "cuda" else process_s(call)
 
 
-def process_s(call: Call) -> float:
+def process_s(call: Callable[[], Any]) -> float:
     call()
     seconds = []
     for _ in range(TIMINGS):
@@ -40,7 +39,7 @@ def process_s(call: Call) -> float:
     return median(seconds)
 
 
-def captured(call: Call, repetitions: int, pool: Any = None) -> torch.cuda.CUDAGraph:
+def captured(call: Callable[[], Any], repetitions: int, pool: Any = None) -> torch.cuda.CUDAGraph:
     """So many calls as a CUDA graph, warmed up on the stream that captures: every stream that multiplies matrices keeps
     a workspace for good. Graphs with one `pool` of memory write over each other's results."""
     graph = torch.cuda.CUDAGraph()
@@ -57,7 +56,7 @@ def captured(call: Call, repetitions: int, pool: Any = None) -> torch.cuda.CUDAG
     return graph
 
 
-def graph_s(call: Call) -> float:
+def graph_s(call: Callable[[], Any]) -> float:
     graph = captured(call, REPETITIONS)
     graph.replay()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(TIMINGS + 1)]
@@ -69,7 +68,9 @@ def graph_s(call: Call) -> float:
     return median(a.elapsed_time(b) / 1e3 / REPETITIONS for a, b in pairwise(marks))
 
 
-def sustained_s(rounds: Sequence[Mapping[Key, Call]], device: torch.device, warm_s: float) -> list[dict[Key, float]]:
+def sustained_s(
+    rounds: Sequence[Mapping[Label, Callable[[], Any]]], device: torch.device, warm_s: float
+) -> list[dict[Label, float]]:
     """Median seconds of each call, those of a round in turn. On a GPU the first round is timed after `warm_s` of its
     load, and the others right after it: they are captured before, for a device that waits cools down."""
     if device.type != "cuda":
@@ -79,13 +80,13 @@ def sustained_s(rounds: Sequence[Mapping[Key, Call]], device: torch.device, warm
     return [in_turn_s(one, OTHER_WARM_S if index else warm_s) for index, one in enumerate(graphs)]
 
 
-def in_turn_s(graphs: Mapping[Key, torch.cuda.CUDAGraph], warm_s: float) -> dict[Key, float]:
+def in_turn_s(graphs: Mapping[Label, torch.cuda.CUDAGraph], warm_s: float) -> dict[Label, float]:
     """Median seconds of each graph, as `sustained_s` says. Waits for nothing else that the device does.
 
     The device always has the next turn before it ends one: a pause of a moment, in which it draws less power, makes it
     faster by 1 to 2 % than it is in a step.
     """
-    seconds: dict[Key, list[float]] = {key: [] for key in graphs}
+    seconds: dict[Label, list[float]] = {key: [] for key in graphs}
     counts_from = time.perf_counter() + warm_s
     end = counts_from + COUNTED_S
     begun = turn(graphs)
@@ -100,7 +101,7 @@ def in_turn_s(graphs: Mapping[Key, torch.cuda.CUDAGraph], warm_s: float) -> dict
     return {key: median(found) for key, found in seconds.items()}
 
 
-def turn(graphs: Mapping[Key, torch.cuda.CUDAGraph]) -> list[torch.cuda.Event]:
+def turn(graphs: Mapping[Label, torch.cuda.CUDAGraph]) -> list[torch.cuda.Event]:
     """Start each graph once; the marks before the first and behind each."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(graphs) + 1)]
     marks[0].record()
@@ -110,7 +111,7 @@ def turn(graphs: Mapping[Key, torch.cuda.CUDAGraph]) -> list[torch.cuda.Event]:
     return marks
 
 
-def side_by_side(one: Call, other: Call, device: torch.device) -> Any:
+def side_by_side(one: Callable[[], Any], other: Callable[[], Any], device: torch.device) -> Any:
     """Both calls at once, the first on the second stream; the results stay alive until both have ended."""
     stream = second_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))

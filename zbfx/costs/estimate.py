@@ -131,7 +131,7 @@ def stage_terms(stage: Stage, hardware: Hardware) -> dict[str, Any]:
         "beside_s": phase_s(Kind.B) + hardware.beside * phase_s(Kind.W),
         "saved_bytes": stage.saved_bytes,
         "weight_saved_bytes": stage.weight_saved_bytes,
-        "static_bytes": static_bytes(stage),
+        "static_bytes": stage_static_bytes(stage),
     }
 
 
@@ -143,7 +143,7 @@ def total(terms: Iterable[Any]) -> Any:
     return sum(numbers)
 
 
-def static_bytes(stage: Stage) -> int:
+def stage_static_bytes(stage: Stage) -> int:
     """Bytes of the stage's parameters and of the gradients that it accumulates."""
     parameters = {name: t for phase in stage.phases.values() for name, t in phase.parameters.items()}
     trained = {name for phase in stage.phases.values() for name in phase.gradients}

@@ -85,7 +85,7 @@ def argument_of(node: fx.Node, device: torch.device, positive: set[fx.Node]) -> 
     return made_up(node.meta["val"], device, positive=node in positive)
 
 
-def arguments_of(graph: fx.Graph, device: torch.device) -> list[Callable[[], Any]]:
+def argument_makers(graph: fx.Graph, device: torch.device) -> list[Callable[[], Any]]:
     """What makes each argument of a phase's graph."""
     positive = positive_inputs(graph.nodes)
     return [partial(argument_of, node, device, positive) for node in graph.find_nodes(op="placeholder")]

@@ -21,8 +21,8 @@ from zbfx.costs.links import measured_edges
 from zbfx.costs.made_up import (
     REFUSALS,
     argument_keys,
+    argument_makers,
     argument_of,
-    arguments_of,
     made_up_values,
     positive_inputs,
     positive_values,
@@ -39,7 +39,7 @@ from zbfx.rng import undisturbed
 
 BESIDE = "W beside B"
 
-Key = tuple[int, str]  # a stage, and what of it is timed
+TimedPart = tuple[int, str]  # a stage, and what of it is timed
 
 
 def node_timer(joint: Joint, options: Options) -> Callable[[fx.Node], float]:
@@ -177,7 +177,7 @@ def prepared(stage: Stage, conditions: Conditions) -> Prepared:
     refused: dict[Kind, str] = {}
     for kind, phase in stage.phases.items():
         if not phase.is_empty:
-            for key, make in zip(argument_keys(phase), arguments_of(phase.module.graph, device), strict=True):
+            for key, make in zip(argument_keys(phase), argument_makers(phase.module.graph, device), strict=True):
                 if key not in made:
                     made[key] = make()
             args = [made[key] for key in argument_keys(phase)]
@@ -254,7 +254,7 @@ def beside(one: Prepared, conditions: Conditions) -> Callable[[], Any] | None:
     return partial(side_by_side, one.calls[Kind.W], one.calls[Kind.B], conditions.device)
 
 
-def beside_s(stage: int, alone: Mapping[Key, float], mixed: Mapping[Key, float]) -> float:
+def beside_s(stage: int, alone: Mapping[TimedPart, float], mixed: Mapping[TimedPart, float]) -> float:
     """Seconds of B with W beside it, as much as a step of such pairs and of Fs takes beyond the Fs.
 
     Timed apart from B and W in turn: a device that does more at once draws more power, and lowers its clock for it.

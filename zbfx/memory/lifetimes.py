@@ -42,13 +42,13 @@ class Lifetimes:
     results: tuple[Slot | None, ...]
 
 
-Value = Slot | tuple["Value", ...] | None
+Slots = Slot | tuple["Slots", ...] | None
 
 
 def lifetimes(phase: Phase, granule: int = 1) -> Lifetimes:
     """The storages of a phase, from the fake values and the operators' schemas; sizes are multiples of `granule`."""
     nodes = list(phase.module.graph.nodes)
-    values: dict[fx.Node, Value] = {}
+    values: dict[fx.Node, Slots] = {}
     born: dict[int, list[tuple[Slot, int]]] = {}
     own = len(phase.values)
     first = len(phase.ports)
@@ -96,7 +96,7 @@ class New:
 NEW = New()
 
 
-def inherited(node: fx.Node, values: Mapping[fx.Node, Value]) -> Any:
+def inherited(node: fx.Node, values: Mapping[fx.Node, Slots]) -> Any:
     """The storages of a node's value if it makes none itself; `NEW` if it does."""
     source: Any = node.args[0] if node.args else None
     if node.target is operator.getitem and not is_view(node):
@@ -128,7 +128,7 @@ def rounded(size: int, granule: int) -> int:
     return -(-size // granule) * granule
 
 
-def placed_like(value: Any, slots: Sequence[Slot]) -> Value:
+def placed_like(value: Any, slots: Sequence[Slot]) -> Slots:
     """The slots in the structure of a value: one, or a tuple with None where there is no tensor."""
     if isinstance(value, Tensor):
         return slots[0]
@@ -136,7 +136,7 @@ def placed_like(value: Any, slots: Sequence[Slot]) -> Value:
     return tuple(next(remaining) if isinstance(entry, Tensor) else None for entry in value)
 
 
-def slots_of(value: Value) -> Sequence[Slot]:
+def slots_of(value: Slots) -> Sequence[Slot]:
     if value is None:
         return ()
     if isinstance(value, tuple):
@@ -144,7 +144,7 @@ def slots_of(value: Value) -> Sequence[Slot]:
     return (value,)
 
 
-def one_slot(value: Value) -> Slot | None:
+def one_slot(value: Slots) -> Slot | None:
     assert not isinstance(value, tuple), "a result is one tensor"
     return value
 

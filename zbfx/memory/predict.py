@@ -17,7 +17,7 @@ from zbfx.comm.together import exchange
 from zbfx.graphs import Joint, Role
 from zbfx.memo import Memo
 from zbfx.memory.lifetimes import CUDA_GRANULE, lifetimes, rounded
-from zbfx.memory.walk import Moment, Walk, called, live_at, strides_of
+from zbfx.memory.walk import Moment, Walk, inner_call, live_at, strides_of
 from zbfx.options import Options
 from zbfx.passes.nodes import value_bytes
 from zbfx.plan import Action, Kind, parts
@@ -79,7 +79,7 @@ def predict(
 def rank_memory(program: Program, joint: Joint, signature: Signature, options: Options, memo: Memo) -> RankMemory:
     """Walk a program."""
     granule = CUDA_GRANULE if options.device.type == "cuda" else 1
-    named = [(name, called(module)) for name, module in program.module.named_children()]
+    named = [(name, inner_call(module)) for name, module in program.module.named_children()]
     phases = {name: memo(lifetimes, call.phase, granule) for name, call in named if isinstance(call, PhaseCall)}
     walk = Walk(program, phases, {}, strides_of(program), granule)
     walk.run()

@@ -1,6 +1,6 @@
 """A program walked node by node as the runtime runs it (`zbfx.runtime.runner`), on storages in place of tensors.
 
-A storage counts once, from the op that makes it until nothing holds it any more. Held by values of the program, by
+A storage counts once, from the op that makes it until nothing holds it any more. Storages by values of the program, by
 receives that are posted, by what was sent and has not been let go, and inside phases by what their ops still read
 (`zbfx.memory.lifetimes`).
 """
@@ -50,7 +50,7 @@ class Storage:
     holders: int = 0
 
 
-Value = Storage | tuple["Value", ...] | None  # None: nothing that counts
+Storages = Storage | tuple["Storages", ...] | None  # None: nothing that counts
 
 
 @dataclass
@@ -62,9 +62,9 @@ class Walk:
     effects: dict[tuple[Any, ...], Effect]
     strides: Mapping[str, tuple[int, ...]]
     granule: int
-    values: dict[fx.Node, Value] = field(default_factory=dict)
-    posted: dict[str, Value] = field(default_factory=dict)
-    sent: dict[str, Value] = field(default_factory=dict)
+    values: dict[fx.Node, Storages] = field(default_factory=dict)
+    posted: dict[str, Storages] = field(default_factory=dict)
+    sent: dict[str, Storages] = field(default_factory=dict)
     held: int = 0
     peak: int = 0
     node: str = ""
@@ -89,7 +89,7 @@ class Walk:
             self.drop(self.sent.pop(key))
         self.moments.append(Moment(None, self.peak, self.held, ""))
 
-    def other(self, node: fx.Node) -> Value:
+    def other(self, node: fx.Node) -> Storages:
         """What a node that computes nothing holds."""
         if node.op == "placeholder":
             return None
@@ -97,14 +97,14 @@ class Walk:
         if node.target is ops.post:
             sizes = [layout_bytes(layout) for layout in self.program.messages[key].layouts]
             self.posted[key] = tuple(self.new(size, "receives") for size in sizes)
-            count(self.posted[key])
+            hold(self.posted[key])
         elif node.target is ops.receive:
             received = self.posted.pop(key)
-            release(received)  # what calls this holds it
+            let_go(received)  # what calls this holds it
             return received
         elif node.target is ops.send:
             self.sent[key] = self.on_its_way(key, node.args[2])  # type: ignore[arg-type]
-            count(self.sent[key])
+            hold(self.sent[key])
         elif node.target is ops.release:
             self.drop(self.sent.pop(key))
         elif node.target in (
@@ -121,9 +121,9 @@ class Walk:
             return whole[node.args[1]] if isinstance(whole, tuple) else None  # type: ignore[index]
         return None
 
-    def on_its_way(self, key: str, sources: Sequence[fx.Node]) -> Value:
+    def on_its_way(self, key: str, sources: Sequence[fx.Node]) -> Storages:
         """What a sent message holds: the values, or copies of those that do not fill their memory."""
-        found: list[Value] = []
+        found: list[Storages] = []
         message = self.program.messages[key]
         for source, name, layout in zip(sources, message.names, message.layouts, strict=True):
             if name in self.strides and self.strides[name] != layout.stride:
@@ -133,7 +133,7 @@ class Walk:
         return tuple(found)
 
     def call(self, node: fx.Node, dead: Sequence[fx.Node]) -> None:
-        module = called(self.program.module.get_submodule(str(node.target)))
+        module = inner_call(self.program.module.get_submodule(str(node.target)))
         if not isinstance(module, PhaseCall):
             assert isinstance(module, STATIC), f"no rule for the memory of {node.format_node()}"
             return self.keep(node, self.loss(len(node.args)) if node.target == "loss" else None)
@@ -141,7 +141,7 @@ class Walk:
         found: list[Any] = [arguments[i] if k is None else arguments[i][k] for i, k in module.places]  # type: ignore[index]
         read = [value or Storage(0, "", holders=1) for value in found]  # a view of what is static counts nothing
         for name in dead:
-            release(self.values.pop(name, None))
+            let_go(self.values.pop(name, None))
         first: dict[int, Slot] = {}
         groups = tuple(first.setdefault(id(storage), slot) for slot, storage in enumerate(read))
         owned = tuple(slot for slot in first.values() if not read[slot].holders)
@@ -150,12 +150,12 @@ class Walk:
         if most > self.peak:
             self.peak, self.node = most, effect.node
         self.held += effect.remains
-        storages: dict[Slot | None, Value] = dict(enumerate(read)) | {None: None}
+        storages: dict[Slot | None, Storages] = dict(enumerate(read)) | {None: None}
         storages |= {slot: Storage(size, module.phase.name) for slot, size in effect.made.items()}
         results = [storages[slot] for slot in self.phases[str(node.target)].results]
         value = tuple(results[p] if isinstance(p, int) else tuple(results[i] for i in p) for p in module.packing)
         self.values[node] = value
-        count(value)
+        hold(value)
         if "action" in node.meta:
             self.moments.append(Moment(node.meta["action"], self.peak, self.held, self.node))
             self.peak, self.node = self.held, ""
@@ -185,31 +185,31 @@ class Walk:
             self.peak, self.node = self.held, ""
         return Storage(size, maker)
 
-    def keep(self, node: fx.Node, value: Value) -> None:
+    def keep(self, node: fx.Node, value: Storages) -> None:
         self.values[node] = value
-        count(value)
+        hold(value)
 
-    def drop(self, value: Value) -> None:
-        self.held -= sum(storage.size for storage in release(value))
+    def drop(self, value: Storages) -> None:
+        self.held -= sum(storage.size for storage in let_go(value))
 
 
-def count(value: Value) -> None:
+def hold(value: Storages) -> None:
     """One holder more for every storage of a value."""
     if isinstance(value, Storage):
         value.holders += 1
     for entry in value if isinstance(value, tuple) else ():
-        count(entry)
+        hold(entry)
 
 
-def release(value: Value) -> list[Storage]:
+def let_go(value: Storages) -> list[Storage]:
     """One holder less; the storages that have none left."""
     if isinstance(value, Storage):
         value.holders -= 1
         return [] if value.holders else [value]
-    return [storage for entry in value for storage in release(entry)] if isinstance(value, tuple) else []
+    return [storage for entry in value for storage in let_go(entry)] if isinstance(value, tuple) else []
 
 
-def storages_in(values: Collection[Value]) -> set[Storage]:
+def storages_in(values: Collection[Storages]) -> set[Storage]:
     found: set[Storage] = set()
     for value in values:
         if isinstance(value, Storage):
@@ -226,7 +226,7 @@ def layout_bytes(layout: Any) -> int:
     return size
 
 
-def called(module: nn.Module) -> nn.Module:
+def inner_call(module: nn.Module) -> nn.Module:
     """The call itself, on whatever stream."""
     return module.call if isinstance(module, streams.Beside) else module
 

@@ -55,12 +55,12 @@ def load_state(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         raise ZbfxError(
             f"state_dict is what state_dict() of this rank's optimizer gave, a dict with 'state' and 'param_groups' of "
-            f"{sizes} parameters; found {described(state_dict)} ({type(error).__name__}: {error}). Load what the same "
-            f"rank saved, of a pipeline with the same stages"
+            f"{sizes} parameters; found {described_state(state_dict)} ({type(error).__name__}: {error}). Load what the "
+            f"same rank saved, of a pipeline with the same stages"
         ) from error
 
 
-def described(state_dict: Any) -> str:
+def described_state(state_dict: Any) -> str:
     if not isinstance(state_dict, Mapping):
         return kind_of(state_dict)
     if not {"state", "param_groups"} <= state_dict.keys():

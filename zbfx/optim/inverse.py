@@ -15,8 +15,8 @@ from torch import Tensor
 
 from zbfx.errors import ZbfxError
 
-Group = Mapping[str, Any]  # hyperparameters
-State = dict[str, Any]
+Hyperparameters = Mapping[str, Any]  # of a parameter group
+ParameterState = dict[str, Any]  # what the optimizer keeps for one parameter
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Inverse:
     the step used; `first`: the step made the state, and the caller deletes it. `obstacle(group)` says why there is no
     inverse under these hyperparameters, or None."""
 
-    undo: Callable[[Group, Tensor, Tensor, State, bool], None]
-    obstacle: Callable[[Group], str | None]
+    undo: Callable[[Hyperparameters, Tensor, Tensor, ParameterState, bool], None]
+    obstacle: Callable[[Hyperparameters], str | None]
 
 
 INVERSES: dict[type[torch.optim.Optimizer], Inverse] = {}
@@ -34,8 +34,8 @@ INVERSES: dict[type[torch.optim.Optimizer], Inverse] = {}
 
 def register_inverse(
     optimizer: type[torch.optim.Optimizer],
-    undo: Callable[[Group, Tensor, Tensor, State, bool], None],
-    obstacle: Callable[[Group], str | None] = lambda group: None,
+    undo: Callable[[Hyperparameters, Tensor, Tensor, ParameterState, bool], None],
+    obstacle: Callable[[Hyperparameters], str | None] = lambda group: None,
 ) -> None:
     """Make `rollback="arithmetic"` work for a further class of optimizers; see `Inverse` for both functions."""
     INVERSES[optimizer] = Inverse(undo, obstacle)
@@ -62,19 +62,19 @@ def number(value: Any) -> float:
     return float(value)
 
 
-def decay_obstacle(group: Group) -> str | None:
+def decay_obstacle(group: Hyperparameters) -> str | None:
     if number(group["lr"]) * number(group["weight_decay"]) == 1.0:
         return "lr * weight_decay is 1: the step forgets the parameter"
     return None
 
 
-def sgd_obstacle(group: Group) -> str | None:
+def sgd_obstacle(group: Hyperparameters) -> str | None:
     if group["differentiable"]:
         return "differentiable steps are part of a graph"
     return decay_obstacle(group) if group["momentum"] == 0 or group["nesterov"] else None
 
 
-def undo_sgd(group: Group, parameter: Tensor, gradient: Tensor, state: State, first: bool) -> None:
+def undo_sgd(group: Hyperparameters, parameter: Tensor, gradient: Tensor, state: ParameterState, first: bool) -> None:
     lr, decay, momentum = (number(group[key]) for key in ("lr", "weight_decay", "momentum"))
     g = -wide(gradient) if group["maximize"] else wide(gradient)
     p = wide(parameter)
@@ -89,7 +89,7 @@ def undo_sgd(group: Group, parameter: Tensor, gradient: Tensor, state: State, fi
         buffer.copy_((wide(buffer) - (1.0 - number(group["dampening"])) * (g + decay * p)) / momentum)
 
 
-def adam_obstacle(group: Group) -> str | None:
+def adam_obstacle(group: Hyperparameters) -> str | None:
     beta1, beta2 = (number(beta) for beta in group["betas"])
     if group["amsgrad"]:
         return "amsgrad keeps the largest second moment, which forgets the one before"
@@ -100,7 +100,7 @@ def adam_obstacle(group: Group) -> str | None:
     return decay_obstacle(group) if group.get("decoupled_weight_decay") else None
 
 
-def undo_adam(group: Group, parameter: Tensor, gradient: Tensor, state: State, first: bool) -> None:
+def undo_adam(group: Hyperparameters, parameter: Tensor, gradient: Tensor, state: ParameterState, first: bool) -> None:
     lr, decay, epsilon = (number(group[key]) for key in ("lr", "weight_decay", "eps"))
     beta1, beta2 = (number(beta) for beta in group["betas"])
     g = -wide(gradient) if group["maximize"] else wide(gradient)

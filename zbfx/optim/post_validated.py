@@ -13,10 +13,10 @@ from zbfx.arguments import compared, positive_number, true_or_false
 from zbfx.costs.estimate import hardware_of
 from zbfx.errors import ZbfxError
 from zbfx.optim.arguments import Asked, checked_step, load_state, refuse_closures
+from zbfx.optim.consecutive import OptimizerPlan, estimated, planned
 from zbfx.optim.inverse import Arithmetic, checked_rollback, obstacle_of
 from zbfx.optim.origin import taken
 from zbfx.optim.pending import PendingStep, hyperparameters, read
-from zbfx.optim.planned import OptimizerPlan, estimated, planned
 from zbfx.optim.scaler import checked_scaler, state_of, update_scale
 from zbfx.optim.state import Act, Layout, Rules, Verdict, gradient_norms
 from zbfx.optim.trained import Trained

@@ -39,7 +39,7 @@ class Beside(nn.Module):
 
 
 @contextmanager
-def stream_of(module: nn.Module) -> Iterator[None]:
+def on_stream_of(module: nn.Module) -> Iterator[None]:
     """Enter the stream that a module runs on, after everything queued so far."""
     stream = module.stream if isinstance(module, Beside) else None
     if stream is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zbfx.comm.channels import Channels
-from zbfx.comm.copies import Line
+from zbfx.comm.copies import CopyLine
 from zbfx.errors import InputError, ZbfxError
 from zbfx.runtime.engine import Engine, take_turns
 from zbfx.runtime.launched import Launched, Results
@@ -28,7 +28,7 @@ class Part:
 
     graph: torch.cuda.CUDAGraph
     device: torch.device
-    lines: Sequence[Line]
+    lines: Sequence[CopyLine]
 
     def replay(self) -> None:
         """After what was begun on its lines outside of graphs, and before what will be: a line does one thing at a

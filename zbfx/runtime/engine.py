@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from zbfx import rng
 from zbfx.comm.channels import Channels
-from zbfx.comm.transports import GroupTransport, LocalTransport, Mailbox
+from zbfx.comm.group import GroupTransport
+from zbfx.comm.local import LocalTransport, Mailbox
 from zbfx.compiled import Compiled
 from zbfx.errors import InputError
 from zbfx.program import ops

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from zbfx.comm.channels import Channels
+from zbfx.comm.group import GroupTransport
 from zbfx.comm.history import CLOSE
 from zbfx.comm.together import agreed
-from zbfx.comm.transports import GroupTransport
 from zbfx.compiled import Compiled
 from zbfx.errors import InputError
 from zbfx.program.codegen import Program

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from zbfx.comm.transports import LocalTransport, Mailbox
+from zbfx.comm.local import LocalTransport, Mailbox
 from zbfx.compiled import Compiled
 from zbfx.program.codegen import Program
 from zbfx.program.ops import Transport

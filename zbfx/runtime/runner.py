@@ -24,7 +24,7 @@ from zbfx.program.boxed import dying_values
 from zbfx.program.calls import AddToGradient, Gradient, GradientBucket, ParameterBucket, PartialSum, PhaseCall
 from zbfx.program.codegen import Program
 from zbfx.program.relays import Bound
-from zbfx.program.streams import Beside, second_stream, stream_of
+from zbfx.program.streams import Beside, on_stream_of, second_stream
 from zbfx.runtime.flat import FlatGradients, Shards
 from zbfx.runtime.timeline import Recorder
 
@@ -343,7 +343,7 @@ class RankRunner:
         recorder, action = self.recorder, node.meta.get("action")
         try:
             module = self.program.module.get_submodule(str(node.target))
-            with stream_of(module):
+            with on_stream_of(module):
                 start = recorder.mark() if recorder and action else None
                 result = module.take(box) if isinstance(module, PhaseCall) else module(*box)
                 if recorder and action:

@@ -21,7 +21,7 @@ from zbfx.schedule.schedule import Schedule
 STEPS = 8  # simulated; the last three settle what a step takes
 WRONG = 4  # the step in which forwards run again
 
-Key = tuple[object, ...]
+TaskKey = tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def estimated(
     optimizer: torch.optim.Optimizer, held_bytes: Sequence[int], *, exact: bool, hardware: Hardware
 ) -> OptimizerCosts:
     """Costs in closed form: an optimizer moves memory. `held_bytes`: of the parameters of each rank."""
-    states = state_tensors(optimizer)
+    states = slots_per_parameter(optimizer)
     moved_s = [held / hardware.bytes_per_s for held in held_bytes]  # to read or write the parameters once
     update = 2.0 * (1 + states) + 1.0 + 1.0  # parameters and state read and written, gradients read twice (norm, step)
     copy = 2.0 * (1 + states)
@@ -51,7 +51,7 @@ def estimated(
     )
 
 
-def state_tensors(optimizer: torch.optim.Optimizer) -> int:
+def slots_per_parameter(optimizer: torch.optim.Optimizer) -> int:
     """How many tensors as large as a parameter the optimizer keeps for each; none known for classes that are not
     torch's until they have stepped."""
     for parameter, state in optimizer.state.items():
@@ -89,9 +89,9 @@ class OptimizerPlan:
 class Task:
     """Something that a rank does for so long, after tasks of any rank and the time that their results travel."""
 
-    key: Key
+    key: TaskKey
     seconds: float
-    after: tuple[tuple[Key, float], ...] = ()
+    after: tuple[tuple[TaskKey, float], ...] = ()
 
 
 def planned(schedule: Schedule, messages: Sequence[Message], chain: Chain, costs: OptimizerCosts) -> OptimizerPlan:
@@ -111,7 +111,7 @@ def period_s(ends: Sequence[float]) -> float:
 
 def step_ends(orders: Sequence[Sequence[Task]]) -> list[float]:
     """When each step's optimizer has stepped on the last rank. Tasks of a rank run one after the other."""
-    done: dict[Key, float] = {}
+    done: dict[TaskKey, float] = {}
     clocks = [0.0] * len(orders)
     places = [0] * len(orders)
     moved = True
@@ -186,7 +186,7 @@ class Steps:
 
     def verdict(self, rank: int, step: int) -> Task:
         source = self.chain.neighbours(rank).after
-        known: Key = ("state", step - 1, rank) if source is None else ("verdict", step, source)
+        known: TaskKey = ("state", step - 1, rank) if source is None else ("verdict", step, source)
         after = () if source is None and step == 0 else ((known, 0.0 if source is None else self.costs.hop_s),)
         return Task(("verdict", step, rank), 0.0, after)
 
@@ -195,7 +195,7 @@ class Steps:
         waits = () if self.barrier or source is None else ((("state", step, source), self.costs.hop_s),)
         return Task(("state", step, rank), 0.0, waits)
 
-    def everyone(self, step: int) -> tuple[tuple[Key, float], ...]:
+    def everyone(self, step: int) -> tuple[tuple[TaskKey, float], ...]:
         """A barrier: every rank waits for all, along the chain and back."""
         delay = self.costs.hop_s * (len(self.orders) - 1)
         return tuple((("state", step, rank), delay) for rank in range(len(self.orders)))

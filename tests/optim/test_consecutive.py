@@ -1,11 +1,11 @@
-"""Consecutive steps, simulated. Run: pytest tests/optim/test_planned.py (nothing is compiled)."""
+"""Consecutive steps, simulated. Run: pytest tests/optim/test_consecutive.py (nothing is compiled)."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from zbfx.optim.planned import OptimizerCosts, planned
+from zbfx.optim.consecutive import OptimizerCosts, planned
 from zbfx.plan import Action, CostTable, Kind, StageCost, parts
 from zbfx.program.chain import chain_of, order_of_ranks, prefixes
 from zbfx.program.messages import Message, TensorLayout
