@@ -120,7 +120,9 @@ def test_graphs_and_costs_are_those_of_a_trace_of_their_own(make: Callable[[int]
     steps = {option: pipe.run_local(on_new_shape=option) for option in ("symbolic", "recompile")}
     growing = [torch.cat([tensor] * 2)[:, :4] for tensor in (*problem.inputs, *problem.targets)]
     keywords = {name: torch.cat([tensor] * 2)[:, :4] for name, tensor in problem.kwargs.items()}
-    found, expected = (steps[option].engine_for(growing, keywords, 3, evaluation=False).pipe for option in steps)
+    found, expected = (
+        steps[option].engines.engine_for(growing, keywords, 3, evaluation=False).pipe for option in steps
+    )
     for one, other in zip(found.stages, expected.stages, strict=True):
         for kind, phase in other.phases.items():
             assert structure(one.phases[kind]) == structure(phase)
@@ -144,7 +146,7 @@ def test_formulas_by_hand() -> None:
     problem = Problem(model, squares, (numbers(6, 5, WIDTH),))
     step = symbolic_step(problem, cuts=["2"])
     step(numbers(9, 7, WIDTH))
-    variants: Any = step.variant.__self__  # type: ignore[attr-defined]
+    variants: Any = step.engines.variant.__self__  # type: ignore[attr-defined]
     (template,) = variants.templates[False]
     r, n = template.sizes.symbols
     hidden = 8 * 8 * r * n

@@ -17,13 +17,14 @@ from zbfx.runtime.agreement import agree, prepare, refuse_other_values, warn_of_
 from zbfx.runtime.captured import Captured
 from zbfx.runtime.digest import digest
 from zbfx.runtime.engine import rank_engine
+from zbfx.runtime.engines import Variant
 from zbfx.runtime.flat import Shards
 from zbfx.runtime.launched import Launched
 from zbfx.runtime.one_of_many import OneOfMany
 from zbfx.runtime.options import BindOptions, StepOptions
 from zbfx.runtime.ranks import AllHere
 from zbfx.runtime.runner import Tensors
-from zbfx.runtime.step import Step, Variant
+from zbfx.runtime.step import Step
 from zbfx.trace.source import Source
 
 

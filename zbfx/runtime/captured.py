@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -87,7 +87,7 @@ class Captured(Launched):
         for runner in engine.runners:
             runner.keep()
 
-    def check_pending(self, engines: Sequence[Engine]) -> None:
+    def check_pending(self, engines: Iterable[Engine]) -> None:
         if any(engine.captured is not None and engine.captured.is_left for engine in engines):
             # To capture anew settles the step before the forwards; ranks whose tensors came back to the same places
             # settle it after theirs.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ class Launched:
     def prepare(self, engine: Engine) -> None:
         """An engine that this is going to run was made."""
 
-    def check_pending(self, engines: Sequence[Engine]) -> None:
+    def check_pending(self, engines: Iterable[Engine]) -> None:
         """Raises `InputError` where a step cannot follow while an optimizer step waits for its verdict."""
 
     def run(

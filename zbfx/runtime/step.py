@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from zbfx import rng
-from zbfx.arguments import kind_of
 from zbfx.compiled import Compiled
 from zbfx.errors import InputError, NonFiniteStep, PipelineFault, ZbfxError
 from zbfx.runtime.engine import Batch, Engine
+from zbfx.runtime.engines import Engines, Variant
 from zbfx.runtime.launched import Launched
 from zbfx.runtime.one_of_many import Ranks
 from zbfx.runtime.options import StepOptions
@@ -23,13 +23,11 @@ from zbfx.runtime.runner import Pending, Tensors
 from zbfx.runtime.timeline import Profile, Recorder
 from zbfx.runtime.verdict import settle, snapshot
 from zbfx.runtime.watch import Watch
-from zbfx.trace.signature import is_pair
 from zbfx.trace.source import Source
 
 T = TypeVar("T")
 
 CLOSED = "this step was closed"
-PAIRS = "a list of (positional arguments, keyword arguments), like ((inputs, targets), {}), one for each microbatch"
 
 
 class Optimizer(Protocol):
@@ -50,14 +48,6 @@ class Optimizer(Protocol):
     def explain(self) -> None: ...
 
 
-class Variant(Protocol):
-    """Makes the pipeline for a microbatch of other shapes, or for evaluation."""
-
-    def __call__(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, *, evaluation: bool
-    ) -> Compiled: ...
-
-
 class Step:
     """One training step of a pipeline: forward, backward and gradients of a full batch.
 
@@ -73,18 +63,16 @@ class Step:
     def __init__(
         self, engine: Engine, options: StepOptions, ranks: Ranks, launch: Launched, source: Source, variant: Variant
     ) -> None:
-        self.engine, self.options, self.ranks, self.launch, self.variant = engine, options, ranks, launch, variant
-        self.others: dict[tuple[object, ...], Engine] = {}  # for other shapes, and for evaluation
+        self.options, self.ranks, self.launch = options, ranks, launch
         trained = {name: p for runner in engine.runners for name, p in runner.parameters.items()}
-        replaced = engine.pipe.joint.replaced
-        self.watch = Watch(source, engine.pipe.device, trained | engine.parameters, replaced)
+        self.watch = Watch(source, engine.pipe.device, trained | engine.parameters, engine.pipe.joint.replaced)
+        self.engines = Engines(engine, options, ranks, launch, variant, self.watch.check_tensors)
         self.verdict: str | None = None
         self.losses: tuple[Tensor, ...] = ()  # of the last step's microbatches, on the rank that computes them
         self.count = 0
         self.optimizer: Optimizer | None = None
         self.fault: str | None = None  # why no further step can run
         self.lock = threading.RLock()  # held by the thread that is inside a call
-        launch.prepare(engine)
 
     @property
     def count(self) -> int:
@@ -108,8 +96,9 @@ class Step:
         return self.engine.runners[0].tensors
 
     @property
-    def engines(self) -> tuple[Engine, ...]:
-        return (self.engine, *self.others.values())
+    def engine(self) -> Engine:
+        """What runs batches of the shapes that were compiled for."""
+        return self.engines.first
 
     @property
     def pipelines(self) -> tuple[Compiled, ...]:
@@ -132,14 +121,14 @@ class Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         with self.alone():
             self.begin(self.numbered, batch=True)
-            return self.train(*self.admit(partial(self.batch, args, kwargs)))
+            return self.train(*self.admit(partial(self.engines.batch, args, kwargs)))
 
     def run_split(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Tensor:
         """One step from microbatches that are cut already: (positional, keyword) arguments of each, in a list like
         `[((inputs, targets), {}), ...]`."""
         with self.alone():
             self.begin(self.numbered, batch=True)
-            return self.train(*self.admit(partial(self.split_batch, batches)))
+            return self.train(*self.admit(partial(self.engines.split_batch, batches)))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of a batch in eval mode: no gradients, no activations kept. The batch has any whole number of
@@ -150,7 +139,7 @@ class Step:
             if self.optimizer is not None:
                 self.optimizer.settle()
             self.begin("evaluate", batch=True)
-            engine, rows = self.admit(partial(self.evaluation_batch, args, kwargs))
+            engine, rows = self.admit(partial(self.engines.evaluation_batch, args, kwargs), evaluation=True)
             with self.plain():
                 _, loss = self.run(engine, rows)
             return loss
@@ -160,7 +149,7 @@ class Step:
         with self.alone():
             self.begin("profile")
             self.begin(self.numbered, batch=True)
-            engine, rows = self.admit(partial(self.batch, args, kwargs))
+            engine, rows = self.admit(partial(self.engines.batch, args, kwargs))
             recorders = [Recorder(engine.pipe.device) for _ in engine.runners]
             with engine.recorded(recorders):
                 self.train(engine, rows)
@@ -243,35 +232,16 @@ class Step:
                 "step.close() before it; to go on, call init_process_group and bind the pipeline again"
             )
 
-    def batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
-        self.check_model()
-        engine = self.engine_for(args, kwargs, self.microbatches, evaluation=False)
-        return engine.with_data(engine.pipe.signature.split(args, kwargs, self.microbatches))
-
-    def split_batch(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Batch:
-        if not isinstance(batches, Sequence) or isinstance(batches, str):
-            raise InputError(f"run_split takes {PAIRS}; found {kind_of(batches)}")
-        for index, pair in enumerate(batches):
-            if not is_pair(pair):
-                raise InputError(f"run_split takes {PAIRS}; found {kind_of(pair)} for microbatch {index}")
-        if len(batches) != self.microbatches:
-            raise InputError(f"expected {self.microbatches} microbatches, found {len(batches)}")
-        self.check_model()
-        signature = self.engine.pipe.signature
-        self.ranks.given(signature.batch_shapes(self.microbatches))
-        return self.engine.with_data([signature.split(args, kwargs, 1)[0] for args, kwargs in batches])
-
-    def evaluation_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
-        self.check_model(evaluation=True)
-        count = self.engine.pipe.signature.microbatches_in(args, kwargs)
-        engine = self.engine_for(args, kwargs, count or self.microbatches, evaluation=True)
-        return engine.with_data(engine.pipe.signature.split(args, kwargs, engine.pipe.reduction.microbatches))
-
-    def admit(self, take: Callable[[], Batch]) -> Batch:
+    def admit(self, take: Callable[[], Batch], *, evaluation: bool = False) -> Batch:
         """The engine and microbatches of a call, once all ranks and replicas have one like it."""
         self.refuse_ended()
+
+        def taken() -> Batch:
+            self.check_model(evaluation=evaluation)
+            return take()
+
         try:
-            return self.ranks.admit(take)
+            return self.ranks.admit(taken)
         except InputError as error:
             if not self.ranks.all_refuse():
                 # The other ranks took their batches and wait for this one: they must hear of it.
@@ -284,42 +254,11 @@ class Step:
 
     def check_model(self, *, evaluation: bool = False) -> None:
         """Raises `InputError` if the model has changed in what its graph or its tensors do not follow."""
-        self.watch.check(self.tensor_names, evaluation=evaluation)
+        self.watch.check(lambda: self.engines.tensor_names, evaluation=evaluation)
         if self.engine.shards is not None:
             self.engine.shards.check(self.tensors.named)
         if self.optimizer is not None and self.optimizer.pending is not None:
             self.launch.check_pending(self.engines)
-
-    def tensor_names(self) -> set[str]:
-        """The parameters and buffers that this process reads."""
-        return {name for engine in self.engines for name in engine.tensor_names}
-
-    def engine_for(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, *, evaluation: bool
-    ) -> Engine:
-        """The engine for a batch like this; builds it if the options allow. Raises `InputError` otherwise."""
-        signature = self.engine.pipe.signature
-        tensors = signature.flatten(args, kwargs)
-        self.ranks.given({spec.name: tuple(t.shape) for spec, t in zip(signature.tensors, tensors, strict=True)})
-        fits = signature.microbatches_in(args, kwargs) == microbatches
-        if fits and not evaluation:
-            return self.engine
-        if not fits and self.options.refuses_shapes:
-            signature.split(args, kwargs, microbatches)
-        key = (evaluation, microbatches, *(tuple(tensor.shape) for tensor in tensors))
-        if key not in self.others:
-            example = signature.first_microbatch(args, kwargs, microbatches)
-            pipe = self.variant(*example, microbatches, evaluation=evaluation)
-            self.others[key] = self.build(pipe if evaluation else self.validated(pipe))
-            self.watch.check_tensors(self.tensor_names())  # it may read others, which changed before
-        return self.others[key]
-
-    def build(self, pipe: Compiled) -> Engine:
-        """Bind a further pipeline of the same model, with the same parameters and the same tensors for gradients."""
-        engine = self.ranks.engine(pipe, self.tensors.of(pipe.joint))
-        self.launch.prepare(engine)
-        engine.share(self.engine)
-        return engine
 
     def attach(self, optimizer: Optimizer, scale: Callable[[], float]) -> None:
         """Run from now on with `optimizer`, whose steps are validated while the next step warms up; backwards start
@@ -331,21 +270,11 @@ class Step:
             )
         if self.optimizer is not None:
             raise ZbfxError("this step has an optimizer; bind the pipeline again for another one")
-        before, self.optimizer = self.engine, optimizer
-        pipe = self.validated(before.pipe)
-        if pipe is not before.pipe:
-            self.engine = self.build(pipe)
-            self.engine.run_phases_as(before)
-        # What is watched from now on is neither loaded nor captured; a graph would live as long as its engine's cycles.
-        before.forget()
-        self.others.clear()
+        self.optimizer = optimizer
+        if not optimizer.sync:
+            self.engines.validate(optimizer.layout.chain, optimizer.layout.size)
+        self.engines.restart()
         self.engine.scale_by(scale)
-
-    def validated(self, pipe: Compiled) -> Compiled:
-        """The pipeline with the programs that the optimizer needs."""
-        if self.optimizer is None or self.optimizer.sync:
-            return pipe
-        return pipe.validated(self.optimizer.layout.chain, self.optimizer.layout.size)
 
     @contextmanager
     def plain(self) -> Iterator[None]:

@@ -1,0 +1,120 @@
+"""Which engine runs a batch: that of the shapes that were compiled for, or one of others, or of evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from zbfx.arguments import kind_of
+from zbfx.compiled import Compiled
+from zbfx.errors import InputError
+from zbfx.runtime.engine import Batch, Engine
+from zbfx.runtime.launched import Launched
+from zbfx.runtime.one_of_many import Ranks
+from zbfx.runtime.options import StepOptions
+from zbfx.trace.signature import is_pair
+
+PAIRS = "a list of (positional arguments, keyword arguments), like ((inputs, targets), {}), one for each microbatch"
+
+
+class Variant(Protocol):
+    """Makes the pipeline for a microbatch of other shapes, or for evaluation."""
+
+    def __call__(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, *, evaluation: bool
+    ) -> Compiled: ...
+
+
+class Engines:
+    """The engines of one model. `first` is that of the shapes that were compiled for; others are built as batches ask
+    for them, with the same parameters and the same tensors for gradients."""
+
+    def __init__(
+        self,
+        first: Engine,
+        options: StepOptions,
+        ranks: Ranks,
+        launch: Launched,
+        variant: Variant,
+        check: Callable[[Collection[str]], None],
+    ) -> None:
+        """`check` looks at the tensors of these names, which an engine that was built may be the first to read."""
+        self.first, self.options, self.ranks, self.launch = first, options, ranks, launch
+        self.variant, self.check = variant, check
+        self.others: dict[tuple[object, ...], Engine] = {}
+        self.chain: tuple[tuple[int, ...], int] | None = None
+        launch.prepare(first)
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter((self.first, *self.others.values()))
+
+    @property
+    def tensor_names(self) -> set[str]:
+        """The parameters and buffers that this process reads."""
+        return {name for engine in self for name in engine.tensor_names}
+
+    def batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
+        """The engine and the microbatches of a training step."""
+        count = self.first.pipe.reduction.microbatches
+        engine = self.engine_for(args, kwargs, count, evaluation=False)
+        return engine.with_data(engine.pipe.signature.split(args, kwargs, count))
+
+    def split_batch(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Batch:
+        """The engine and the microbatches of a training step whose batch is cut already."""
+        if not isinstance(batches, Sequence) or isinstance(batches, str):
+            raise InputError(f"run_split takes {PAIRS}; found {kind_of(batches)}")
+        for index, pair in enumerate(batches):
+            if not is_pair(pair):
+                raise InputError(f"run_split takes {PAIRS}; found {kind_of(pair)} for microbatch {index}")
+        signature, count = self.first.pipe.signature, self.first.pipe.reduction.microbatches
+        if len(batches) != count:
+            raise InputError(f"expected {count} microbatches, found {len(batches)}")
+        self.ranks.given(signature.batch_shapes(count))
+        return self.first.with_data([signature.split(args, kwargs, 1)[0] for args, kwargs in batches])
+
+    def evaluation_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
+        """The engine and the microbatches of an evaluation, of which there may be any number."""
+        count = self.first.pipe.signature.microbatches_in(args, kwargs) or self.first.pipe.reduction.microbatches
+        engine = self.engine_for(args, kwargs, count, evaluation=True)
+        return engine.with_data(engine.pipe.signature.split(args, kwargs, engine.pipe.reduction.microbatches))
+
+    def engine_for(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, *, evaluation: bool
+    ) -> Engine:
+        """The engine for a batch like this; builds it if the options allow. Raises `InputError` otherwise."""
+        signature = self.first.pipe.signature
+        tensors = signature.flatten(args, kwargs)
+        self.ranks.given({spec.name: tuple(t.shape) for spec, t in zip(signature.tensors, tensors, strict=True)})
+        fits = signature.microbatches_in(args, kwargs) == microbatches
+        if fits and not evaluation:
+            return self.first
+        if not fits and self.options.refuses_shapes:
+            signature.split(args, kwargs, microbatches)
+        key = (evaluation, microbatches, *(tuple(tensor.shape) for tensor in tensors))
+        if key not in self.others:
+            example = signature.first_microbatch(args, kwargs, microbatches)
+            pipe = self.variant(*example, microbatches, evaluation=evaluation)
+            self.others[key] = self.build(pipe if evaluation else self.validated(pipe))
+            self.check(self.tensor_names)
+        return self.others[key]
+
+    def build(self, pipe: Compiled) -> Engine:
+        engine = self.ranks.engine(pipe, self.first.runners[0].tensors.of(pipe.joint))
+        self.launch.prepare(engine)
+        engine.share(self.first)
+        return engine
+
+    def validate(self, ranks: tuple[int, ...], state_size: int) -> None:
+        """Run, from now on, programs for optimizer steps without a barrier (`zbfx.program.chain`)."""
+        self.chain = (ranks, state_size)
+        before, self.first = self.first, self.build(self.validated(self.first.pipe))
+        self.first.run_phases_as(before)
+
+    def validated(self, pipe: Compiled) -> Compiled:
+        return pipe if self.chain is None else pipe.validated(*self.chain)
+
+    def restart(self) -> None:
+        """Let go of what was captured and built before."""
+        # What is watched from now on is neither loaded nor captured; a graph would live as long as its engine's cycles.
+        self.first.forget()
+        self.others.clear()
