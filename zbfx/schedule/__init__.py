@@ -3,7 +3,7 @@
 from zbfx.schedule.orders.registry import names, register
 from zbfx.schedule.planner import build, plan
 from zbfx.schedule.schedule import Schedule
-from zbfx.timing.rules import check
 from zbfx.timing.simulate import Timeline, simulate
+from zbfx.timing.validity import check
 
 __all__ = ["Schedule", "Timeline", "build", "check", "names", "plan", "register", "simulate"]

@@ -12,26 +12,26 @@ from zbfx.errors import ZbfxError
 from zbfx.plan import Action, CostTable, Kind, Number
 from zbfx.schedule.bounds.certificate import Certificate
 from zbfx.schedule.integer.solver import solvers
-from zbfx.schedule.orders.handmade import Ranks
+from zbfx.schedule.orders.handmade import Orders
 from zbfx.schedule.orders.registry import GENERATORS, SEARCHED, Generator, names
 from zbfx.schedule.schedule import Schedule
+from zbfx.schedule.search.order_search import OrderSearch
 from zbfx.schedule.search.refine import refine_search
-from zbfx.schedule.search.search import Search
 from zbfx.timing.exact import exact
 from zbfx.timing.limits import MemLimit, limit_per_rank, require_feasible
-from zbfx.timing.rules import check
+from zbfx.timing.validity import check
 
 # Integer programs get their share of the time up to so many actions, and this share above: they help little there.
 SMALL_ACTIONS, LARGE_SHARE = 1000, 0.1
 
-Request = str | Generator | Schedule | Sequence[Sequence[Action | str] | str]
+ScheduleRequest = str | Generator | Schedule | Sequence[Sequence[Action | str] | str]
 
 
 def plan(
     costs: CostTable | Sequence[CostTable],
     microbatches: int,
     *,
-    schedule: Request = "auto",
+    schedule: ScheduleRequest = "auto",
     mem_limit: MemLimit = None,
     budget_s: float = 5.0,
     rounds: int | None = None,
@@ -70,7 +70,7 @@ def plan(
     return replace(best, search_s=time.perf_counter() - begun, notes=notes)
 
 
-def build(name: str, costs: CostTable, microbatches: int, ranks: Ranks, mem_limit: MemLimit = None) -> Schedule:
+def build(name: str, costs: CostTable, microbatches: int, ranks: Orders, mem_limit: MemLimit = None) -> Schedule:
     """Check and time `ranks`, and attach the lower bound that holds for these costs and this limit."""
     timed = check(costs, microbatches, ranks, mem_limit)
     limits = limit_per_rank(costs, mem_limit)
@@ -89,7 +89,7 @@ def build(name: str, costs: CostTable, microbatches: int, ranks: Ranks, mem_limi
     return replace(schedule, lower_bound_s=schedule.iteration_s if optimal else float(bound))
 
 
-def read_orders(orders: Sequence[Sequence[Action | str] | str]) -> Ranks:
+def read_orders(orders: Sequence[Sequence[Action | str] | str]) -> Orders:
     """An order per rank, as actions, or as text like "F0.0 F0.1 B0.0", in one piece or in several. Raises `ZbfxError`
     for anything else."""
     if isinstance(orders, str) or not isinstance(orders, Sequence):
@@ -116,7 +116,7 @@ def read_actions(entry: Action | str) -> tuple[Action, ...]:
 def _plan_one(
     costs: CostTable,
     microbatches: int,
-    schedule: Request,
+    schedule: ScheduleRequest,
     mem_limit: MemLimit,
     budget_s: float,
     rounds: int | None,
@@ -159,7 +159,7 @@ def _search(
     small = 3 * len(costs.stages) * microbatches <= SMALL_ACTIONS
     programs = rounds is None and bool(solvers())
     program_s = (wanted.program_share if small or name == "ilp" else LARGE_SHARE) * budget_s if programs else 0.0
-    search = Search(costs, microbatches, limits, seed, deadline_s - program_s, rounds)
+    search = OrderSearch(costs, microbatches, limits, seed, deadline_s - program_s, rounds)
     search.lead()
     compared = []
     if name == "auto" or search.running():

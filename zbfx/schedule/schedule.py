@@ -8,10 +8,10 @@ from pathlib import Path
 from shutil import get_terminal_size
 
 from zbfx.plan import Timetable
+from zbfx.show.chrome_trace import chrome_trace
 from zbfx.show.html import html
 from zbfx.show.svg import svg
 from zbfx.show.text import grid
-from zbfx.show.trace import trace
 
 
 @dataclass(frozen=True)
@@ -32,4 +32,4 @@ class Schedule(Timetable):
 
     def trace(self, path: str | PathLike[str]) -> None:
         """Write the schedule to `path` in Chrome's trace format."""
-        Path(path).write_text(trace(self))
+        Path(path).write_text(chrome_trace(self))

@@ -15,9 +15,9 @@ from zbfx.plan import Action, Kind
 from zbfx.schedule.schedule import Schedule
 from zbfx.timing.exact import instance
 from zbfx.timing.longest_path import peak_units
-from zbfx.timing.rules import check
+from zbfx.timing.validity import check
 
-WORTH = 0.01  # share of the exposed time that putting off more Ws has to hide
+LEAST_HIDDEN_SHARE = 0.01  # share of the exposed time that putting off more Ws has to hide
 
 Timed = Sequence[tuple[Action, float, float]]  # unfused actions with their start and end, in seconds
 
@@ -104,7 +104,7 @@ def best_tail(endings: Sequence[Ending], portions: Sequence[Portion]) -> Tail:
     best = first
     for tail in others:
         exposed_s = best.reduced_s - first.ending.end_s
-        if tail.reduced_s < best.reduced_s - WORTH * max(0.0, exposed_s):
+        if tail.reduced_s < best.reduced_s - LEAST_HIDDEN_SHARE * max(0.0, exposed_s):
             best = tail
     return best
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 from zbfx.plan import Action
 from zbfx.timing.exact import Instance
-from zbfx.timing.longest_path import run
+from zbfx.timing.longest_path import longest_paths
 
 
-def grid(ranks: Sequence[Sequence[Action]], marks: dict[int, int], context: int = 4) -> str:
+def excerpt(ranks: Sequence[Sequence[Action]], marks: dict[int, int], context: int = 4) -> str:
     """Rank x step picture around the cells `marks` (rank -> step), which stand between arrows."""
     first = max(0, min(marks.values(), default=0) - context)
     last = min(max(marks.values(), default=0) + context + 1, max(map(len, ranks), default=0))
@@ -41,7 +41,7 @@ def grid(ranks: Sequence[Sequence[Action]], marks: dict[int, int], context: int 
 
 def describe_deadlock(problem: Instance, orders: Sequence[Sequence[int]]) -> str:
     """Name the cycle (or the action that nobody runs) at which coded `orders` stop."""
-    reached = run(problem, orders).reached
+    reached = longest_paths(problem, orders).reached
     m = problem.microbatches
     made_by = {
         problem.output[code // m] * m + code % m: (rank, step)
@@ -67,7 +67,7 @@ def describe_deadlock(problem: Instance, orders: Sequence[Sequence[int]]) -> str
         if wanted not in made_by:
             stuck = problem.action(orders[rank][reached[rank]])
             text = f"rank {rank} waits at {stuck} for {problem.action(wanted)}, which no rank runs"
-            return f"{text}\n{grid(problem.decode(orders), {rank: reached[rank]})}"
+            return f"{text}\n{excerpt(problem.decode(orders), {rank: reached[rank]})}"
         rank = made_by[wanted][0]
     cycle = path[path.index(rank) :]
     reasons = []
@@ -78,5 +78,5 @@ def describe_deadlock(problem: Instance, orders: Sequence[Sequence[int]]) -> str
         reasons.append(
             f"rank {rank} waits at {stuck} for {problem.action(wanted)}, which rank {maker} runs only after {waits}"
         )
-    picture = grid(problem.decode(orders), {rank: reached[rank] for rank in cycle})
+    picture = excerpt(problem.decode(orders), {rank: reached[rank] for rank in cycle})
     return f"deadlock: {'; '.join(reasons)}. Move one of the marked actions back.\n{picture}"

@@ -18,7 +18,7 @@ F, B, W, BW = range(4)  # the kind part of a code
 KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
 KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}
 
-Source = tuple[int, int]  # (group whose output is needed, ticks that it travels)
+Dependency = tuple[int, int]  # (group whose output is needed, ticks that it travels)
 
 
 def exact(value: Number) -> Fraction:
@@ -53,7 +53,7 @@ class Instance:
     placement: tuple[int, ...]
     ticks: tuple[int, ...]
     grows: tuple[int, ...]
-    sources: tuple[tuple[Source, ...], ...]
+    sources: tuple[tuple[Dependency, ...], ...]
     output: tuple[int, ...]
     static: tuple[int, ...]  # memory units per rank, through the whole step; room for one action's transients included
     ticks_per_s: int
@@ -120,7 +120,7 @@ def instance(costs: CostTable, microbatches: int) -> Instance:
             [s.transient_bytes for s in stages],
         ]
     )
-    sources: list[list[Source]] = [[] for _ in range(4 * count)]
+    sources: list[list[Dependency]] = [[] for _ in range(4 * count)]
     for stage in range(count):
         sources[B * count + stage].append((F * count + stage, 0))
         sources[W * count + stage].append((B * count + stage, 0))

@@ -31,7 +31,7 @@ def one_x(costs: CostTable) -> Fraction:
     )
 
 
-def static_bytes(costs: CostTable, rank: int) -> Fraction:
+def rank_static_bytes(costs: CostTable, rank: int) -> Fraction:
     """What a rank holds through the whole step, room for the largest transient of an action included."""
     own = [costs.stages[stage] for stage in costs.stages_of(rank)]
     return sum((exact(s.static_bytes) for s in own), Fraction()) + max(exact(s.transient_bytes) for s in own)
@@ -43,7 +43,7 @@ def limit_per_rank(costs: CostTable, mem_limit: MemLimit) -> tuple[Number, ...] 
         return None
     if isinstance(mem_limit, str) and mem_limit.strip().lower().endswith("x"):
         allowed = from_text(mem_limit.strip()[:-1], mem_limit) * one_x(costs)
-        return tuple(allowed + static_bytes(costs, rank) for rank in range(costs.rank_count))
+        return tuple(allowed + rank_static_bytes(costs, rank) for rank in range(costs.rank_count))
     if isinstance(mem_limit, str | bytes) or not isinstance(mem_limit, Sequence):
         return (limit_in_bytes(mem_limit),) * costs.rank_count
     if len(mem_limit) != costs.rank_count:
@@ -81,7 +81,7 @@ def smallest_limit(costs: CostTable, rank: int) -> Fraction:
     where a microbatch's forward passes all of the rank's stages before its backward returns to the first of them,
     as in every pipeline in which each stage feeds the next.
     """
-    return static_bytes(costs, rank) + sum(
+    return rank_static_bytes(costs, rank) + sum(
         (exact(costs.stages[s].saved_bytes) for s in costs.stages_of(rank)), Fraction()
     )
 
@@ -99,7 +99,7 @@ def require_feasible(costs: CostTable, limits: Sequence[Number] | None) -> None:
         costs.stages_of(rank), key=lambda s: exact(costs.stages[s].static_bytes) + exact(costs.stages[s].saved_bytes)
     )
     one_limit = max(least) if len(set(limits)) == 1 else least[rank]
-    throughout = static_bytes(costs, rank)
+    throughout = rank_static_bytes(costs, rank)
     room = max(exact(costs.stages[s].transient_bytes) for s in costs.stages_of(rank))
     parts = f" ({float(throughout - room):g} static, and room for {float(room):g} inside an action)" if room else ""
     raise NoFeasibleSchedule(

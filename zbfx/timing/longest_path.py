@@ -9,7 +9,7 @@ from zbfx.timing.exact import Instance
 
 
 @dataclass(frozen=True)
-class Run:
+class LongestPaths:
     """Start ticks per rank and position, end ticks per output, and how far each rank came."""
 
     starts: tuple[tuple[int, ...], ...]
@@ -17,7 +17,7 @@ class Run:
     complete: bool
 
 
-def run(problem: Instance, orders: Sequence[Sequence[int]]) -> Run:
+def longest_paths(problem: Instance, orders: Sequence[Sequence[int]]) -> LongestPaths:
     """Longest path over coded orders. Ranks that wait for one another for ever are left where they stand."""
     m = problem.microbatches
     ticks, output = problem.ticks, problem.output
@@ -51,7 +51,7 @@ def run(problem: Instance, orders: Sequence[Sequence[int]]) -> Run:
                 runnable.extend(waiting.pop(produced))
         clocks[rank] = clock
     reached = tuple(map(len, starts))
-    return Run(tuple(map(tuple, starts)), reached, reached == tuple(map(len, orders)))
+    return LongestPaths(tuple(map(tuple, starts)), reached, reached == tuple(map(len, orders)))
 
 
 def iteration_ticks(problem: Instance, orders: Sequence[Sequence[int]], starts: Sequence[Sequence[int]]) -> int:

@@ -14,7 +14,7 @@ from zbfx.errors import InvalidSchedule
 from zbfx.plan import Action, CostTable, Span
 from zbfx.timing.deadlock import describe_deadlock
 from zbfx.timing.exact import Instance, instance
-from zbfx.timing.longest_path import iteration_ticks, run
+from zbfx.timing.longest_path import iteration_ticks, longest_paths
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Timeline:
 def timeline(costs: CostTable, problem: Instance, ranks: Sequence[Sequence[Action]]) -> Timeline | None:
     """The timed schedule, or None if some ranks wait for one another for ever."""
     orders = problem.encode(ranks)
-    result = run(problem, orders)
+    result = longest_paths(problem, orders)
     if not result.complete:
         return None
     m, ticks, grows, scale = problem.microbatches, problem.ticks, problem.grows, problem.ticks_per_s

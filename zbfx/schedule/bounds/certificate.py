@@ -8,8 +8,8 @@ from math import ceil
 from time import perf_counter
 
 from zbfx.plan import CostTable, Number
-from zbfx.schedule.bounds.chain import chain, split_only
-from zbfx.schedule.bounds.load import head_tail_bound, occupancy_bound, one_rank_bound, stream_bound, work_bound
+from zbfx.schedule.bounds.closed_form import head_tail_bound, occupancy_bound, one_rank_bound, stream_bound, work_bound
+from zbfx.schedule.bounds.linear import linear_pipeline, split_only
 from zbfx.schedule.bounds.propagation import Propagation, Windows, propagation_bound
 from zbfx.timing.exact import instance
 
@@ -21,7 +21,7 @@ class Certificate:
         problem = instance(split_only(costs), microbatches)
         units = problem.units(limits)
         self.ticks_per_s = problem.ticks_per_s
-        self.pipe = chain(problem, units)
+        self.pipe = linear_pipeline(problem, units)
         self.warm_up: tuple[tuple[int, int], ...] | None = None
         self.arguments = {
             "work": work_bound(problem),

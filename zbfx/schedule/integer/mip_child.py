@@ -13,10 +13,10 @@ import sys
 import time
 from typing import Any
 
-GRACE_S = 5  # a solver that ignores its limit, in a process whose parent died, is ended by the alarm
+OVERTIME_S = 5  # a solver that ignores its limit, in a process whose parent died, is ended by the alarm
 
 
-def solve(program: dict[str, Any]) -> dict[str, Any]:
+def minimized(program: dict[str, Any]) -> dict[str, Any]:
     """Minimise column 0. Returns the solver's status, its values and its lower bound; nothing of it is checked here."""
     import mip
 
@@ -45,15 +45,15 @@ def solve(program: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def serve() -> None:
     # Solvers print to file descriptor 1; the answer keeps the real one to itself.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     program = json.load(sys.stdin)
-    signal.alarm(max(0, int(program["until_s"] - time.time())) + GRACE_S)
-    json.dump(solve(program), answer)
+    signal.alarm(max(0, int(program["until_s"] - time.time())) + OVERTIME_S)
+    json.dump(minimized(program), answer)
     answer.close()
 
 
 if __name__ == "__main__":
-    main()
+    serve()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
 from zbfx.timing.exact import BW, B, Instance
-from zbfx.timing.longest_path import run
+from zbfx.timing.longest_path import longest_paths
 
 Arc = tuple[int, int, int]  # (a, b, lag): b starts no earlier than `lag` ticks after the end of a
 
@@ -35,7 +35,7 @@ class TimedOrders:
     def of(cls, problem: Instance, orders: Sequence[Sequence[int]]) -> TimedOrders:
         """`orders` in codes; they were checked before and run to their end."""
         m = problem.microbatches
-        begun = run(problem, orders).starts
+        begun = longest_paths(problem, orders).starts
         codes = [code for order in orders for code in order]
         ranks = [rank for rank, order in enumerate(orders) for _ in order]
         starts = [start for row in begun for start in row]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zbfx.errors import ZbfxError
 from zbfx.plan import Action, CostTable, Kind
-from zbfx.schedule.orders.handmade import Ranks
+from zbfx.schedule.orders.handmade import Orders
 
 
 def looped_placement(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
@@ -12,7 +12,7 @@ def looped_placement(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     return tuple(range(ranks)) * stages_per_rank
 
 
-def interleaved_1f1b(costs: CostTable, microbatches: int) -> Ranks:
+def interleaved_1f1b(costs: CostTable, microbatches: int) -> Orders:
     """Microbatches go in groups of p through one stage of a rank after the other; 1F1B over these virtual microbatches.
 
     Rank r warms up with 2(p - r - 1) + (v - 1) p Fs. Backwards are fused, as in Megatron-LM. A last group that is not

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from zbfx.errors import ZbfxError
 from zbfx.plan import CostTable
-from zbfx.schedule.orders.handmade import Ranks, gpipe, one_f_one_b, require_linear, zb_h1, zb_h2
+from zbfx.schedule.orders.handmade import Orders, gpipe, one_f_one_b, require_linear, zb_h1, zb_h2
 from zbfx.schedule.orders.interleaved import interleaved_1f1b
 from zbfx.schedule.orders.vshape import require_v, v_half, v_min, zb_v
 
-Generator = Callable[[CostTable, int], Ranks]
+Generator = Callable[[CostTable, int], Orders]
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,17 @@ from fractions import Fraction
 from random import Random
 from time import perf_counter
 
-from zbfx.schedule.integer.ilp import Program, formulate, starts_of
+from zbfx.schedule.integer.formulation import IntegerProgram, formulate, starts_of
 from zbfx.schedule.integer.precedence import Precedence, forced_precedence
 from zbfx.schedule.integer.solver import Answer, SolverFailed, solve_with_any, solvers
 from zbfx.schedule.integer.window import TimedOrders, open_window
-from zbfx.schedule.search.listing import Listed
-from zbfx.schedule.search.search import Search, split
+from zbfx.schedule.search.fusing import unfuse
+from zbfx.schedule.search.list_scheduling import Listed
+from zbfx.schedule.search.order_search import OrderSearch
 from zbfx.timing.exact import BW, B, Instance, W
-from zbfx.timing.longest_path import iteration_ticks, peak_units, run
+from zbfx.timing.longest_path import iteration_ticks, longest_paths, peak_units
 
-Solve = Callable[[Program, float], Answer]
+Solve = Callable[[IntegerProgram, float], Answer]
 
 FIRST_PAIRS, FIRST_LIMIT_S, GROWTH = 120, 8.0, 1.6  # open pairs of a window, seconds for it; growth per idle sweep
 LEAST_S = 0.7  # less is not worth starting a solver
@@ -133,14 +134,14 @@ class Refinement:
 
 def simulated_cost(problem: Instance, orders: Sequence[Sequence[int]], limits: Sequence[int] | None) -> int | None:
     """The paper's cost in ticks, or None if the orders deadlock or do not fit."""
-    result = run(problem, orders)
+    result = longest_paths(problem, orders)
     fits = limits is None or all(
         peak_units(problem, order) <= limit for order, limit in zip(orders, limits, strict=True)
     )
     return iteration_ticks(problem, orders, result.starts) if fits and result.complete else None
 
 
-def refine_search(search: Search, deadline_s: float) -> None:
+def refine_search(search: OrderSearch, deadline_s: float) -> None:
     """Give integer programs the time that is left of a search which did not meet its bound; keeps what is better."""
     if search.best is None or search.cost <= search.target:
         return
@@ -148,7 +149,7 @@ def refine_search(search: Search, deadline_s: float) -> None:
         search.notes.append("integer program: not tried; it needs python-mip: pip install mip")
         return
     problem = search.problem
-    orders = tuple(tuple(split(problem, order)) for order in search.best.orders)
+    orders = tuple(tuple(unfuse(problem, order)) for order in search.best.orders)
     apart = simulated_cost(problem, orders, search.units)
     if apart is None or apart > search.cost:
         orders = search.best.orders

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from random import Random
 from time import perf_counter
 
-from zbfx.schedule.search.listing import PATIENCE_UNIT, TURNS, Listed, ListScheduler, Rule
+from zbfx.schedule.search.list_scheduling import Listed, ListScheduler
+from zbfx.schedule.search.rules import PATIENCE_UNIT, Rule, Turn
 
 
 class Variation(ABC):
@@ -68,7 +69,7 @@ class RuleVariation(Variation):
             elif what == 5:
                 recycle[rank] = not recycle[rank]
             else:
-                turn[rank] = random.choice(TURNS)
+                turn[rank] = random.choice(tuple(Turn))
         return Rule(tuple(hold), tuple(cap), tuple(patience), tuple(alternate), tuple(recycle), tuple(turn))
 
 

@@ -28,7 +28,7 @@ class Row:
 
 
 @dataclass
-class Program:
+class IntegerProgram:
     """Minimise column 0 over `rows`; columns from `first_binary` on are 0 or 1. `start`: values of a known solution."""
 
     lower: list[float]
@@ -65,7 +65,7 @@ class Formulation:
         first_pair = 1 + len(self.window.codes)
         self.pair_column = {pair: first_pair + index for index, pair in enumerate(self.pairs)}
         latest = [end - ticks for end, ticks in zip(forced.ends, self.window.ticks, strict=True)]
-        self.program = Program(
+        self.program = IntegerProgram(
             lower=[self.length(bound_ticks), *map(self.time, forced.heads), *[0.0] * len(self.pairs)],
             upper=[self.length(cost_ticks), *map(self.time, latest), *[1.0] * len(self.pairs)],
             first_binary=first_pair,
@@ -102,7 +102,7 @@ class Formulation:
             self.program.rows.append(Row(tuple(kept), tuple(kept.values()), bound))
 
 
-def formulate(forced: Precedence, bound_ticks: int, cost_ticks: int, limits: Sequence[int] | None) -> Program:
+def formulate(forced: Precedence, bound_ticks: int, cost_ticks: int, limits: Sequence[int] | None) -> IntegerProgram:
     """The program for orders that cost from `bound_ticks` to `cost_ticks`. `limits`: memory units per rank.
 
     Starts from the window's present order if that is such an order.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from zbfx.errors import InvalidSchedule, OverLimit
 from zbfx.plan import Action, CostTable, Kind
-from zbfx.timing.deadlock import grid
+from zbfx.timing.deadlock import excerpt
 from zbfx.timing.exact import Instance, instance
 from zbfx.timing.limits import MemLimit, limit_per_rank, require_feasible
 from zbfx.timing.simulate import Timeline, simulate
@@ -38,7 +38,7 @@ def check(
 def _fail(
     ranks: Sequence[Sequence[Action]], rank: int, step: int, text: str, kind: type[InvalidSchedule] = InvalidSchedule
 ) -> InvalidSchedule:
-    return kind(f"rank {rank}, step {step}: {text}\n{grid(ranks, {rank: step})}")
+    return kind(f"rank {rank}, step {step}: {text}\n{excerpt(ranks, {rank: step})}")
 
 
 def _check_order(costs: CostTable, ranks: Sequence[Sequence[Action]], rank: int, order: Sequence[Action]) -> None:

@@ -10,7 +10,7 @@ from zbfx.timing.exact import BW, B, F, Instance, W, exact
 
 
 @dataclass(frozen=True)
-class Chain:
+class LinearPipeline:
     """Ticks and memory units per stage, counted from 0; `there[i]` and `back[i]` lie between stages i and i + 1."""
 
     microbatches: int
@@ -52,8 +52,8 @@ class Chain:
         return sum(self.forward[:stage]) + sum(self.there[:stage])
 
 
-def chain(problem: Instance, limits: Sequence[int] | None) -> Chain | None:
-    """The problem as a Chain, or None if it is not one. Edges that skip stages are left out, which relaxes it."""
+def linear_pipeline(problem: Instance, limits: Sequence[int] | None) -> LinearPipeline | None:
+    """The problem as a `LinearPipeline`; None if it is not one. Edges that skip stages are left out: a relaxation."""
     count, m, ticks = problem.stage_count, problem.microbatches, problem.ticks
     there, back = [], []
     for stage in range(count - 1):
@@ -69,7 +69,7 @@ def chain(problem: Instance, limits: Sequence[int] | None) -> Chain | None:
     def column(kind: int) -> tuple[int, ...]:
         return ticks[kind * count : (kind + 1) * count]
 
-    return Chain(
+    return LinearPipeline(
         microbatches=m,
         forward=column(F),
         backward=column(B),
