@@ -21,8 +21,7 @@ from zbfx.timing.exact import exact
 from zbfx.timing.limits import MemLimit, limit_per_rank, require_feasible
 from zbfx.timing.validity import check
 
-# Integer programs get their share of the time up to so many actions, and this share above: they help little there.
-SMALL_ACTIONS, LARGE_SHARE = 1000, 0.1
+MOST_ACTIONS_OF_SMALL = 1000  # up to so many Fs, Bs and Ws a problem is small
 
 ScheduleRequest = str | Generator | Schedule | Sequence[Sequence[Action | str] | str]
 
@@ -156,13 +155,14 @@ def _search(
     wanted.require_placement(name, costs)
     limits = _tighter(limit_per_rank(costs, mem_limit), limit_per_rank(costs, wanted.mem_limit))
     require_feasible(costs, limits)
-    small = 3 * len(costs.stages) * microbatches <= SMALL_ACTIONS
+    small = 3 * len(costs.stages) * microbatches <= MOST_ACTIONS_OF_SMALL
+    program_share = wanted.program_share if small else wanted.large_program_share
     programs = rounds is None and bool(solvers())
-    program_s = (wanted.program_share if small or name == "ilp" else LARGE_SHARE) * budget_s if programs else 0.0
+    program_s = program_share * budget_s if programs else 0.0
     search = OrderSearch(costs, microbatches, limits, seed, deadline_s - program_s, rounds)
     search.lead()
     compared = []
-    if name == "auto" or search.running():
+    if wanted.compares or search.running():
         for other, generate in GENERATORS.items():
             try:
                 compared.append(search.compare(other, generate(costs, microbatches)))

@@ -18,13 +18,16 @@ Generator = Callable[[CostTable, int], Orders]
 class Searched:
     """A schedule that is searched for under a limit of its own.
 
-    `require_placement` refuses placements that it does not mean;
-    `program_share`: the part of the time that integer programs get where the search does not meet its bound.
+    `require_placement` raises for a placement that the name does not stand for. Integer programs get `program_share`
+    of the time; of a large problem they get `large_program_share`, for they help little there. `compares`: the
+    schedules of all generators are compared, also where the search meets its bound without them.
     """
 
     mem_limit: str | None
     require_placement: Callable[[str, CostTable], None]
     program_share: float = 0.5
+    large_program_share: float = 0.1
+    compares: bool = False
 
 
 def any_placement(name: str, costs: CostTable) -> None:
@@ -46,8 +49,8 @@ SEARCHED: dict[str, Searched] = {
     "zb-1p": Searched("1x", require_linear),
     "zb-2p": Searched("2x", require_linear),
     "zb-v": Searched("1x", require_v),
-    "ilp": Searched(None, any_placement, program_share=0.9),
-    "auto": Searched(None, any_placement),
+    "ilp": Searched(None, any_placement, program_share=0.9, large_program_share=0.9),
+    "auto": Searched(None, any_placement, compares=True),
 }
 
 
