@@ -1,4 +1,12 @@
-"""From costs to a schedule: `plan` is the planner's front door, `build` turns any order into a checked Schedule."""
+"""From costs to a schedule: `plan` finds orders, `build` makes a checked `Schedule` of given orders.
+
+Takes   one cost table or several, a number of microbatches, a memory limit, and which schedule: a name, an order per
+        rank, a `Schedule`, or a generator.
+Gives   a `Schedule`: orders, times, memory, a lower bound, and notes on what was compared.
+Raises  `InvalidSchedule` for incorrect orders, `NoFeasibleSchedule` for a limit that no schedule meets, and other
+        `ZbfxError`s for wrong arguments.
+Source  section 3 of the paper.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +49,9 @@ def plan(
     `costs` may be several tables that differ in placement; the best schedule over all of them is returned. `schedule`
     is a name, an order per rank (actions, or text like "F0.0 F0.1 B0.0"), a Schedule, or a generator
     `(costs, microbatches) -> orders`. `mem_limit` counts bytes per rank, static bytes included: a number, text like
-    "24GiB", one of them per rank, a multiple like "2x" of what 1F1B's activations need, or None. Searched schedules
-    stop when the lower bound is met or after `budget_s`; the same seed takes the same way. With `rounds` of local
-    search, and no integer programs, the way also ends in the same place, unless `budget_s` ends it before.
+    "24GiB", one of them per rank, a multiple like "2x" of what 1F1B's activations need, or None. Searches stop when the
+    lower bound is met or after `budget_s`. `seed` fixes the way that a search takes, the clock how far it comes.
+    `rounds` of local search, then without integer programs, also fix how far, unless `budget_s` is over before.
     """
     begun = time.perf_counter()
     tables = [costs] if isinstance(costs, CostTable) else list(costs)
@@ -89,8 +97,8 @@ def build(name: str, costs: CostTable, microbatches: int, ranks: Orders, mem_lim
 
 
 def read_orders(orders: Sequence[Sequence[Action | str] | str]) -> Orders:
-    """An order per rank, as actions, or as text like "F0.0 F0.1 B0.0", in one piece or in several. Raises `ZbfxError`
-    for anything else."""
+    """The orders in a list with one entry per rank: actions, text like "F0.0 F0.1 B0.0", or a list of both. Raises
+    `ZbfxError` for anything else."""
     if isinstance(orders, str) or not isinstance(orders, Sequence):
         raise ZbfxError(f"a schedule gives one order of actions per rank, in a list; found {type(orders).__name__}")
     return tuple(map(read_order, orders))
@@ -146,10 +154,7 @@ def _search(
     rounds: int | None,
     seed: int,
 ) -> Schedule:
-    """Search under the smaller of the user's limit and the schedule's own, then refine by integer programs.
-
-    `auto` also compares all generated schedules.
-    """
+    """Search under the tighter of the user's limit and the schedule's own, then refine by integer programs."""
     deadline_s = time.perf_counter() + budget_s
     wanted = SEARCHED[name]
     wanted.require_placement(name, costs)

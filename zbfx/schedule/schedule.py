@@ -1,4 +1,10 @@
-"""The planner's result: a timetable that draws itself."""
+"""The planner's result: a timetable with methods that draw it.
+
+Takes   the fields of a `Timetable`.
+Gives   the rank x time grid as text, SVG, HTML and Chrome trace.
+Raises  what writing a file raises.
+Source  ours.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,7 @@ from zbfx.show.text import grid
 
 @dataclass(frozen=True)
 class Schedule(Timetable):
-    """A timetable with its pictures."""
+    """Per rank an order of actions, timed, checked, with a lower bound: a `Timetable` that draws itself."""
 
     def __str__(self) -> str:
         """The rank x time grid in characters, as wide as the terminal."""

@@ -5,8 +5,8 @@
 
 Ranks that hold several stages name the stage too: F0.1.
 
-`columns="time"` draws seconds to scale, with the memory; `columns="step"` draws one cell for each action as if all
-took the same time and messages none, wrapped to the width.
+`columns="time"` draws seconds to scale, and the memory. `columns="step"` draws one cell for each action, as if all
+actions took one second and messages no time, and wraps the rows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def grid(schedule: Timetable, width: int = 120, columns: Columns = "time") -> st
 
 
 def coloured_grid(schedule: Timetable, width: int = 120, columns: Columns = "time") -> Text:
-    """As `grid`, with a colour per kind, for a rich console."""
+    """`grid` with a colour per kind, for a rich console."""
     from rich.text import Text
 
     text = Text(no_wrap=True)
@@ -182,8 +182,8 @@ def column_maxima(curve: Sequence[tuple[float, float]], count: int, scale: float
 
 
 def amount(size_bytes: float, schedule: Timetable | None = None) -> str:
-    """Bytes as text. Of a schedule that was planned from costs alone, the number may count any unit and stays as it is,
-    and so does one below 1 MiB."""
+    """Bytes as text, in GiB or MiB from 1 MiB on. For a `schedule` planned from costs alone the bare number: it may
+    count any unit."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if size_bytes >= size and (schedule is None or schedule.memory is not None):
             return f"{size_bytes / size:.2f} {unit}"

@@ -1,4 +1,10 @@
-"""Memory limits: reading what the user wrote, and the smallest limit that any schedule can meet."""
+"""Memory limits: reading what the user wrote, and the smallest limit that any schedule can meet.
+
+Takes   a cost table and a limit: bytes, text like "24GiB", one of these per rank, or a multiple like "2x".
+Gives   the limit in bytes per rank, static bytes included; the least bytes with which a rank can run.
+Raises  `ZbfxError` for what is no limit; `NoFeasibleSchedule` for a limit that no schedule meets.
+Source  section 5.4 and appendix B of the paper.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ from zbfx.timing.exact import exact
 
 BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-UNITS = BINARY | DECIMAL | {"b": 1}  # which is last, for all others end with it
+UNITS = BINARY | DECIMAL | {"b": 1}  # last, for the other units end with "b" too
 
 MemLimit = Number | str | Sequence[Number | str] | None
 FORMS = (
@@ -64,7 +70,7 @@ def limit_in_bytes(limit: Any) -> Number:
 
 
 def from_text(number: str, text: str, unit: int = 1) -> Fraction:
-    """A number that a machine could have as its limit. Raises `ZbfxError`, which quotes the whole text."""
+    """`number` times `unit`, if that is above 0 and below 2**100. Else raises `ZbfxError`, which quotes `text`."""
     try:
         found = Fraction(number) * unit
         if 0 < found < 2**100:
@@ -77,9 +83,8 @@ def from_text(number: str, text: str, unit: int = 1) -> Fraction:
 def smallest_limit(costs: CostTable, rank: int) -> Fraction:
     """The least bytes with which `rank` can run at all.
 
-    One microbatch after the other, each backward fused, holds one M_B per stage and nothing else. It cannot be less
-    where a microbatch's forward passes all of the rank's stages before its backward returns to the first of them,
-    as in every pipeline in which each stage feeds the next.
+    One microbatch after the other, each backward fused, holds one M_B per stage and nothing else. No order holds less
+    where each stage feeds the next: a forward passes all stages of the rank before its backward returns to the first.
     """
     return rank_static_bytes(costs, rank) + sum(
         (exact(costs.stages[s].saved_bytes) for s in costs.stages_of(rank)), Fraction()

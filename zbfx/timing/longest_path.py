@@ -1,4 +1,10 @@
-"""Longest path through the actions of coded orders: the arithmetic under the simulator and the search."""
+"""Longest paths through the actions of coded orders: the arithmetic under the simulator and the search.
+
+Takes   an `Instance` and one order of codes per rank.
+Gives   the start ticks of all actions, the iteration time, the most memory that an order holds.
+Raises  nothing: orders in which ranks wait for one another for ever give paths that are not `complete`.
+Source  appendix G of the paper: what an action waits for, and the cost.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,7 @@ from zbfx.timing.exact import Instance
 
 @dataclass(frozen=True)
 class LongestPaths:
-    """Start ticks per rank and position, end ticks per output, and how far each rank came."""
+    """Start ticks per rank and position, how many of its actions each rank reached, and whether all were."""
 
     starts: tuple[tuple[int, ...], ...]
     reached: tuple[int, ...]
@@ -18,7 +24,7 @@ class LongestPaths:
 
 
 def longest_paths(problem: Instance, orders: Sequence[Sequence[int]]) -> LongestPaths:
-    """Longest path over coded orders. Ranks that wait for one another for ever are left where they stand."""
+    """When the actions of coded orders start. Ranks that wait for one another for ever stay where they stand."""
     m = problem.microbatches
     ticks, output = problem.ticks, problem.output
     sources = [[(group * m, lag) for group, lag in needed] for needed in problem.sources]

@@ -1,8 +1,10 @@
 """The one simulator: when every action of a schedule runs, and what each rank holds meanwhile.
 
-An action starts as soon as its rank has finished the action before it and every value that it needs has arrived
-(the paper's constraints (formula:Fdep) to (formula:ScheduleDep), appendix G). Sending takes time on the edge, none on
-the rank. This is a longest path through the graph of actions, found in one sweep.
+Takes   a cost table, a number of microbatches, an order of actions per rank.
+Gives   a `Timeline`. An action starts as soon as its rank has finished the action before it and every value that it
+        needs has arrived. Sending takes time on the edge, none on the rank.
+Raises  `InvalidSchedule` for orders that cannot run to their end.
+Source  appendix G of the paper, constraints (formula:Fdep) to (formula:ScheduleDep).
 """
 
 from __future__ import annotations

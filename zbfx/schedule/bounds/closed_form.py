@@ -1,8 +1,11 @@
 """Lower bounds on the paper's cost, in ticks: what no schedule can beat, each with its argument.
 
-`S_i = T_F + T_B + T_W` of stage i, `M` the memory limit for activations, `R_i = T_F(i) + T_B(i+1) + T_comm both ways`
-the round trip between neighbours. Stages count from 0. Microbatches of one kind and stage run in order: exchanging two
-that do not changes no time, so this loses nothing.
+Takes   an `Instance` or a `LinearPipeline`, and a limit per rank.
+Gives   the least ticks of a step: the work of a rank and the idle time that it cannot avoid.
+Raises  nothing.
+Source  ours, with the paper's symbols. `S_i = T_F + T_B + T_W` of stage i, `M` the memory limit for activations,
+        `R_i = T_F(i) + T_B(i+1) + T_comm both ways` the round trip between neighbours. Stages count from 0.
+        Microbatches of one kind and stage run in order: exchanging two of them changes no time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""The plain pipeline as arrays: one stage per rank, each feeding the next. Most lower bounds reason about it."""
+"""The plain pipeline as arrays: one stage per rank, each feeding the next. Most lower bounds reason about it.
+
+Takes   an `Instance` and a limit per rank.
+Gives   a `LinearPipeline`, or None for another placement. `split_only` gives costs without fused backwards.
+Raises  nothing.
+Source  section 2.3 of the paper for the symbols.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +37,7 @@ class LinearPipeline:
         return self.microbatches * (self.forward[stage] + self.backward[stage] + self.weight[stage])
 
     def round_trip(self, stage: int) -> int:
-        """From F on `stage` to the next stage's F and B and back, less the time from that F to that B."""
+        """`R_i` of the bounds: T_F of `stage`, T_B of the next stage, T_comm both ways."""
         return self.forward[stage] + self.backward[stage + 1] + self.there[stage] + self.back[stage]
 
     def most_in_flight(self, stage: int) -> int:
@@ -48,7 +54,7 @@ class LinearPipeline:
         return min(others, (self.limits[stage] - in_flight * self.saved[stage]) // self.weight_saved[stage])
 
     def first_start(self, stage: int) -> int:
-        """When `stage` begins F0: the same in every schedule, for nothing can precede it on its rank."""
+        """When `stage` begins F0, in every schedule: nothing can precede it on its rank."""
         return sum(self.forward[:stage]) + sum(self.there[:stage])
 
 

@@ -1,5 +1,10 @@
 """A lower bound by contradiction: assume a schedule costs at most C, shrink each action's possible times to nothing.
 
+Takes   a `LinearPipeline`, a bound, the cost of a schedule, a deadline.
+Gives   the largest refuted cost plus one; the windows of all actions in schedules of a cost.
+Raises  nothing; None where the problem is too large for this bound.
+Source  ours.
+
 The argument. Stage i's first action is F0 at a fixed time h_i, so cost at most C means that everything on its rank lies
 in [h_i, h_i + C]. Every action therefore has an earliest start and a latest end (its window), and two kinds of step
 shrink windows without losing any schedule of cost at most C:
@@ -13,8 +18,8 @@ shrink windows without losing any schedule of cost at most C:
    others give each action's new window.
 
 If a window or a rank's final state becomes empty, no schedule costs C or less. This holds whatever the other ranks do,
-so it contains the head and tail arguments of `bounds.head_tail_bound`; repeated until nothing changes, it also sees how
-one rank's lateness bears on the next.
+so it contains the arguments of `head_tail_bound`. Repeated until nothing changes, it also sees how one rank's lateness
+bears on the next.
 """
 
 from __future__ import annotations

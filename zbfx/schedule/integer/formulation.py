@@ -1,10 +1,15 @@
-"""The paper's integer linear program (appendix G) for a window of a schedule.
+"""The integer linear program of a window of a schedule.
 
-Start times are continuous, and for every two actions of a rank whose order is not forced a binary says which comes
-first. Three things differ from the appendix. Microbatches keep their order within each kind and stage; without that the
-objective as printed allows cost 0. Orders that follow from the largest cost of interest are fixed beforehand, and the
-other pairs get the smallest big-M that heads and ends allow. Rows that sum the work before and after an action tie
-the binaries to the times where big-M alone says nothing in the relaxation.
+Takes   the forced orders of a window, the costs of interest, a limit per rank.
+Gives   an `IntegerProgram`. Start times are continuous; for every two actions of a rank whose order is not forced a
+        binary says which comes first.
+Raises  nothing.
+Source  appendix G of the paper, with three differences:
+        - Microbatches keep their order within each kind and stage. Without that the objective as printed allows cost 0.
+        - Orders that follow from the largest cost of interest are fixed beforehand. The other pairs get the smallest
+          big-M that heads and ends allow.
+        - Rows that sum the work before and after an action tie the binaries to the times. In the relaxation big-M alone
+          says nothing about them.
 """
 
 from __future__ import annotations

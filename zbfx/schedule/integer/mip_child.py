@@ -1,7 +1,10 @@
-"""Solves one integer program in a process of its own: JSON on stdin, JSON on stdout. Run as a script by `solver.py`.
+"""Solves one integer program in a process of its own. `solver.py` runs this file as a script.
 
-Knows nothing of schedules and imports nothing of zbfx, so that a solver that crashes, hangs or exhausts memory takes
-only this process with it.
+Takes   a program as JSON on stdin.
+Gives   the solver's status, values and bound as JSON on stdout.
+Raises  whatever the solver raises. This file imports nothing of zbfx: a solver that crashes, hangs or exhausts memory
+        takes only this process with it.
+Source  python-mip.
 """
 
 from __future__ import annotations

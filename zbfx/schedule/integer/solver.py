@@ -1,7 +1,9 @@
-"""Runs the integer-programming solver in a child process under a hard wall-clock limit.
+"""Runs the integer-programming solver in a child process under a hard limit of wall-clock time.
 
-Whatever the child does (crash, hang, print nonsense, fail to import python-mip), the caller gets an `Answer` or a
-`SolverFailed`. An answer is a claim: callers simulate and check what it says.
+Takes   an `IntegerProgram` and seconds.
+Gives   an `Answer`, which is a claim: callers simulate and check it.
+Raises  `SolverFailed`, and nothing else, whatever the child does: crash, hang, print nonsense, lack python-mip.
+Source  ours.
 """
 
 from __future__ import annotations

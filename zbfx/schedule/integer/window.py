@@ -1,8 +1,11 @@
 """A part of a schedule whose order is free, cut out so that the rest acts on it only through numbers.
 
-A window takes a stretch of every rank's order. What runs before it gives each action a release time and each rank the
-memory it holds; what runs after it gives, per action and rank, the ticks from the action's end to the end of that
-rank's step. The window that takes everything is the whole problem.
+Takes   timed orders of all ranks, and which stretch of the actions by start is free.
+Gives   a `Window`. What runs before it gives each action a release time and each rank the memory it holds. What runs
+        after it gives, per action and rank, the ticks from the action's end to the end of that rank's step. The window
+        that takes everything is the whole problem.
+Raises  nothing.
+Source  ours.
 """
 
 from __future__ import annotations

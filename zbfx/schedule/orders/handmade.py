@@ -1,4 +1,10 @@
-"""Schedules made by hand: GPipe, 1F1B, and the paper's ZB-H1 and ZB-H2 (section 2), for one stage per rank."""
+"""GPipe, 1F1B, and the paper's ZB-H1 and ZB-H2.
+
+Takes   a cost table, of which only the placement counts here, and a number of microbatches.
+Gives   an order of actions per rank.
+Raises  `ZbfxError` for a placement that the schedule does not stand for: all but GPipe put stage i on rank i.
+Source  ZB-H1 and ZB-H2: section 2 of the paper. GPipe: Huang et al. 2019. 1F1B: Harlap et al. 2018.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +17,7 @@ Orders = tuple[tuple[Action, ...], ...]
 
 
 def gpipe(costs: CostTable, microbatches: int) -> Orders:
-    """All forwards, then all backwards; works for every placement."""
+    """All forwards, then all backwards, for every placement."""
     ranks = []
     for rank in range(costs.rank_count):
         stages = costs.stages_of(rank)
@@ -30,7 +36,7 @@ def require_linear(name: str, costs: CostTable) -> None:
 
 
 def place(expected: Sequence[int]) -> str:
-    """The way out for a cost table with another placement."""
+    """What to do about a cost table with another placement."""
     return f"Set the field placement of the cost table to {list(expected)}"
 
 

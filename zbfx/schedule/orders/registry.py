@@ -1,4 +1,10 @@
-"""Schedules by name. A generator takes (costs, microbatches) and returns one order of actions per rank."""
+"""Schedules by name: generators of orders, and schedules that are searched for.
+
+Takes   a name; `register` also a generator `(costs, microbatches) -> orders`.
+Gives   the generator, or a `Searched` with the limit and placement that the name stands for.
+Raises  `ZbfxError` where a generator would replace a searched schedule.
+Source  sections 2, 3 and 6 of the paper for its own schedules.
+"""
 
 from __future__ import annotations
 

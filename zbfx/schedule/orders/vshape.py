@@ -1,4 +1,10 @@
-"""Schedules for the V placement: two stages per rank, down the ranks and back up (section 6)."""
+"""Schedules for the V placement: two stages per rank, down the ranks and back up.
+
+Takes   a cost table, of which only the placement counts here, and a number of microbatches.
+Gives   an order of actions per rank.
+Raises  `ZbfxError` for another placement.
+Source  ZB-V: section 6 of the paper. V-Half and V-Min: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory".
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ from zbfx.errors import ZbfxError
 from zbfx.plan import Action, CostTable, Kind
 from zbfx.schedule.orders.handmade import Orders, place
 
-KIND_ORDER = (Kind.B, Kind.F, Kind.W)  # which goes first where a block meets another at the same time
+KIND_ORDER = (Kind.B, Kind.F, Kind.W)  # which goes first where two blocks have actions at one time
 
 
 def v_placement(ranks: int) -> tuple[int, ...]:
@@ -76,13 +82,13 @@ def _zb_v_rank(p: int, rank: int, microbatches: int, extra: int) -> list[Action]
 
 
 def v_half(costs: CostTable, microbatches: int) -> Orders:
-    """V-Half (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"): about half of 1F1B's memory."""
+    """V-Half (Qi et al. 2024): about half of 1F1B's memory."""
     require_v("v-half", costs)
     return _repeated_block(costs.rank_count, microbatches, (2, 1, 2, 1))
 
 
 def v_min(costs: CostTable, microbatches: int) -> Orders:
-    """V-Min (same paper): about a third of 1F1B's memory, the least with F and B never waiting."""
+    """V-Min (Qi et al. 2024): about a third of 1F1B's memory, the least with F and B never waiting."""
     require_v("v-min", costs)
     p = costs.rank_count
     # Without a wait, blocks of consecutive microbatches collide on ranks when 3 divides p.

@@ -1,8 +1,11 @@
 """List scheduling: build all orders together, event by event, with a rule that picks each rank's next action.
 
-Whenever a rank is free it takes, in this order: a B that has arrived, an F that has arrived and fits, a W if it fills
-the gap before the next arrival well enough; else it waits. This is the paper's heuristic (section 3.1) with its binary
-choices replaced by a `Rule`, and it serves any placement.
+Takes   an `Instance`, a limit per rank, a `Rule`; or orders of Fs and Bs into which Ws are placed anew.
+Gives   a `Listed`, or None where the rule gets stuck or costs too much. A free rank takes, in this order: a B that has
+        arrived; an F that has arrived and fits; a W that fills the gap before the next arrival well enough. Else it
+        waits.
+Raises  nothing.
+Source  section 3.1 of the paper, for any placement.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ class Listed:
 
 
 class ListScheduler:
-    """Everything about one problem that does not depend on the rule."""
+    """What list scheduling needs of one problem, whatever the rule."""
 
     def __init__(self, problem: Instance, limits: Sequence[int] | None) -> None:
         self.problem = problem
@@ -65,7 +68,7 @@ class ListScheduler:
 
 
 class _Listing(ABC):
-    """The state of one list-scheduling run; subclasses choose each rank's next action."""
+    """Orders while they are built. Subclasses choose each rank's next action."""
 
     def __init__(self, scheduler: ListScheduler) -> None:
         problem = scheduler.problem

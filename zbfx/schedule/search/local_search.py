@@ -1,10 +1,14 @@
 """Tabu search on the order of every rank, in the manner of job-shop scheduling.
 
-Within a kind and stage microbatches run in order, so a rank's order is a word of groups (see `exact.Instance`). The
-cost is a longest path; only a change on it can help. A move takes one letter of a block of the path, a run of letters
-on one rank, to another place in that block. Its effect is estimated from the longest paths into and out of every
-action, in time proportional to the stretch that changes. Moves that promise a gain in different blocks are made
-together; if that disappoints, the best move alone whose result was not visited lately.
+Takes   an `Instance`, a limit per rank, a schedule to start from.
+Gives   a schedule that costs no more. Microbatches run in order within a kind and stage, so a rank's order is a word
+        whose letters are groups (see `exact.Instance`). The cost is a longest path, and only a change on it can help. A
+        move takes one letter of a block of the path, a run of letters on one rank, to another place in that block. The
+        longest paths into and out of every action estimate its effect, in time proportional to the stretch that
+        changes. Moves that promise a gain in different blocks are made together. If that disappoints, the best move is
+        made alone, of those whose result was not visited lately.
+Raises  nothing.
+Source  tabu search for job-shop scheduling, with moves inside blocks (Nowicki and Smutnicki 1996).
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from zbfx.timing.exact import Instance
 
 MOST_MOVES_PER_BLOCK = 60
 PATIENCE = 150  # moves without a better schedule before the search returns to the best one
-KICKS = (2, 4, 8, 16)  # random swaps after a return
+KICKS = (2, 4, 8, 16)  # random swaps when it returns
 
 Links = list[tuple[tuple[int, int], ...]]  # per code: (other code, lag)
 
@@ -58,6 +62,8 @@ def _reversed(needs: Links) -> Links:
 
 
 class LocalSearch:
+    """Tabu search on one problem. Its random numbers and what it visited go on from call to call."""
+
     def __init__(self, problem: Instance, limits: Sequence[int] | None, seed: int) -> None:
         self.problem, self.limits, self.random = problem, limits, Random(seed)
         count, m = problem.stage_count, problem.microbatches

@@ -1,4 +1,10 @@
-"""Closed forms, list scheduling, local search: the best orders found until the bound is met or the time is up."""
+"""Generated orders, list scheduling, local search: the best orders found until the bound is met or the time is up.
+
+Takes   a cost table, a number of microbatches, a limit per rank, a seed, a deadline.
+Gives   a `Found`: orders, cost, lower bound, notes.
+Raises  nothing.
+Source  section 3 of the paper. The paper's heuristic is one of the starting points.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +117,7 @@ class OrderSearch:
                 self.offer(self.scheduler.run(rule), "list scheduling")
 
     def compare(self, name: str, ranks: Orders) -> str:
-        """Take a generated order, and the same with its Ws placed anew, if it fits; say in one line how it does."""
+        """Take generated orders if they fit. Keep them, to place their Ws anew. Say in one line what they cost."""
         orders = self.problem.encode(ranks)
         peaks = [peak_units(self.problem, order) for order in orders]
         listed = evaluated(self.problem, orders, None)
@@ -129,7 +135,7 @@ class OrderSearch:
     def run(self) -> None:
         """The grids, then rounds: each contender varies and polishes its schedule, and the better half goes on.
 
-        Rounds are counted in steps, not seconds, so the way is the same for a seed and only its end depends on time.
+        Rounds are counted in steps, not seconds: a seed fixes the way, and time only its end.
         """
         contenders = [*self._rules(), *self._refills()]
         if self.best is None:
@@ -207,7 +213,7 @@ class OrderSearch:
         ]
 
     def try_fused(self) -> None:
-        """Search as if every stage whose BW takes less time or memory than B and W apart had only BW."""
+        """Search as if stages had only BW, wherever BW takes less time or memory than B and W apart."""
         count = self.problem.stage_count
         stages = [s for s, saved in savings(self.problem).items() if saved > 0 or self.problem.grows[count + s] > 0]
         if not stages:

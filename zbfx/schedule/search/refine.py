@@ -1,8 +1,11 @@
 """Improve a schedule by integer programs: free the order inside a window, keep the rest, take what is better.
 
-Windows slide over the schedule and grow when none of their size helps any more, until one takes everything and so
-decides the whole problem. Each asks for a schedule cheaper than the incumbent; many are refuted by `precedence` before
-a solver sees them. No order is believed: it is simulated and its memory summed again.
+Takes   an `Instance`, orders, a limit per rank, a lower bound, a deadline.
+Gives   orders that cost no more, and a better bound where the whole problem is decided. Windows slide over the schedule
+        and grow when none of their size helps any more, until one takes everything. Each asks for a schedule cheaper
+        than the best so far. `precedence` refutes many before a solver sees them.
+Raises  nothing; `optimum` raises `SolverFailed`. No order is believed: it is simulated and its memory summed again.
+Source  appendix G of the paper; the windows are ours.
 """
 
 from __future__ import annotations
@@ -142,7 +145,7 @@ def simulated_cost(problem: Instance, orders: Sequence[Sequence[int]], limits: S
 
 
 def refine_search(search: OrderSearch, deadline_s: float) -> None:
-    """Give integer programs the time that is left of a search which did not meet its bound; keeps what is better."""
+    """Integer programs improve a search that did not meet its bound, until `deadline_s`."""
     if search.best is None or search.cost <= search.target:
         return
     if not solvers():
@@ -203,10 +206,10 @@ def optimum(
 
 
 def decides(problem: Instance, orders: Sequence[Sequence[int]]) -> bool:
-    """Whether the best order of these very actions, with each rank's step beginning as it does, is the best schedule.
+    """Whether the best order of these actions, each rank beginning when it does, is the best of all schedules.
 
-    So it is if no backward is fused nor better fused, and each rank's first action is microbatch 0's F on its first
-    stage, which then starts at the same time in every schedule.
+    It is if no backward is fused or better fused, and each rank begins with F0 of its first stage: that starts at one
+    time in all schedules.
     """
     count, p, ticks = problem.stage_count, problem.rank_count, problem.ticks
     stages = range(count)

@@ -1,4 +1,10 @@
-"""Which list-scheduling rules to try, the most promising first, and how to vary one."""
+"""The rules of list scheduling, and which of them to try, the most promising first.
+
+Takes   an `Instance`, a limit per rank, and the warm-up of schedules that meet the bound, where it is known.
+Gives   `Rule`s.
+Raises  nothing.
+Source  section 3.1 of the paper, whose binary choices are fields of a `Rule` here.
+"""
 
 from __future__ import annotations
 
