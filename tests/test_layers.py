@@ -74,7 +74,18 @@ def test_plan_imports_only_errors() -> None:
     assert ours == {"zbfx.errors.ZbfxError"}
 
 
-PLANNING = ("zbfx.errors", "zbfx.plan", "zbfx.timing", "zbfx.show", "zbfx.schedule")  # from below to above
+PLANNING = (  # from below to above
+    "zbfx.errors",
+    "zbfx.plan",
+    "zbfx.timing",
+    "zbfx.show",
+    "zbfx.schedule.schedule",
+    "zbfx.schedule.orders",
+    "zbfx.schedule.bounds",
+    "zbfx.schedule.integer",
+    "zbfx.schedule.search",
+    "zbfx.schedule",
+)
 
 
 @pytest.mark.parametrize("file", files_under(*PLANNING), ids=module_name)

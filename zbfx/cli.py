@@ -26,8 +26,8 @@ from zbfx.errors import ZbfxError
 from zbfx.schedule import plan
 from zbfx.schedule.orders.registry import names
 from zbfx.schedule.schedule import Schedule
+from zbfx.show.chrome_trace import chrome_trace
 from zbfx.show.text import amount, coloured_grid, summary
-from zbfx.show.trace import trace
 from zbfx.timing.limits import limit_per_rank
 
 FAILED, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
@@ -167,7 +167,8 @@ def plan_command(options: argparse.Namespace) -> None:
 
 def show_command(options: argparse.Namespace) -> None:
     schedule = solve(options, options.schedule)
-    drawings = ((options.svg, schedule.svg), (options.html, schedule.html), (options.trace, partial(trace, schedule)))
+    chrome = partial(chrome_trace, schedule)
+    drawings = ((options.svg, schedule.svg), (options.html, schedule.html), (options.trace, chrome))
     files = [(path, draw) for path, draw in drawings if path is not None]
     for path, draw in files:
         try:

@@ -25,7 +25,7 @@ from zbfx.options import Options
 from zbfx.passes.recompute import LEVELS
 from zbfx.plan import CostTable
 from zbfx.schedule.bounds.certificate import Certificate
-from zbfx.timing.limits import limit_per_rank, one_x, static_bytes
+from zbfx.timing.limits import limit_per_rank, one_x, rank_static_bytes
 
 CAPS = (1, 1.5, 2, 2.5, 3, 4, 6, inf)  # what a rank may hold in a pipeline of 4 ranks, in M_B
 RUNGS = 2  # steps from one level to the next
@@ -162,7 +162,7 @@ class Search:
 
         def most_first(stage: int) -> float:
             rank = base.placement[stage]
-            return -float(static_bytes(base, rank)) - (base.rank_count - rank) * activations(base, rank)
+            return -float(rank_static_bytes(base, rank)) - (base.rank_count - rank) * activations(base, rank)
 
         order = sorted(range(count), key=most_first)
         steps = sorted({round(k * count / RUNGS) for k in range(1, RUNGS + 1)} - {0})
@@ -202,7 +202,7 @@ def activations(costs: CostTable, rank: int) -> float:
 
 
 def with_static(costs: CostTable, held: Sequence[float]) -> tuple[float, ...]:
-    return tuple(room + float(static_bytes(costs, rank)) for rank, room in enumerate(held))
+    return tuple(room + float(rank_static_bytes(costs, rank)) for rank, room in enumerate(held))
 
 
 def infeasible(smallest: Candidate, limits: Sequence[float], options: Options) -> NoFeasibleSchedule:

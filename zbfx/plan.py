@@ -24,7 +24,7 @@ from typing import Any
 from zbfx.errors import ZbfxError
 
 Number = int | float | Fraction
-LEAST, LARGEST = 1e-100, 1e100  # time or size in a cost table beside 0: whole numbers of ticks fit into a float
+LEAST, LARGEST = 1e-100, 1e100  # times and sizes other than 0: their whole numbers of ticks fit into a float
 
 
 class Kind(StrEnum):
@@ -66,7 +66,7 @@ def parts(action: Action) -> tuple[Action, ...]:
 
 
 def require_amount(expected: str, value: Any, where: str = "") -> None:
-    """Raise `ZbfxError` for what is no time or size, or is of no unit that one would choose."""
+    """Raise `ZbfxError`, with `expected` and `where` in its text, unless `value` is 0 or from `LEAST` to `LARGEST`."""
     is_number = isinstance(value, Real)
     if not is_number or not 0 <= value < math.inf:
         raise ZbfxError(f"{expected}; found {value!r}{where}")
@@ -79,10 +79,10 @@ class StageCost:
     """What one stage costs per microbatch. Times in seconds, memory in bytes (any consistent unit works).
 
     `saved_bytes` is the paper's M_B, held from F until B; `weight_saved_bytes` its M_W, held from B until W.
-    `backward_s` is the fused backward BW, by default B + W; `beside_s` is B with a W of the stage beside it, on a
-    device that runs two streams; None: not measured. `static_bytes` is what the stage holds through the
-    whole step: weights, gradients, optimizer state, buffers. `transient_bytes` is the most that an action of the stage
-    needs beside all of these: a rank keeps room for the largest of its stages.
+    `backward_s` is the fused backward BW, by default B + W. `beside_s` is B with a W of the stage beside it, on a
+    device with two streams; None: not measured. `static_bytes` is what the stage holds through the whole step:
+    weights, gradients, optimizer state, buffers. `transient_bytes` is the most that an action of the stage needs on
+    top of all these: a rank keeps room for the largest of its stages.
     """
 
     forward_s: Number
@@ -186,7 +186,7 @@ class CostTable:
     ) -> CostTable:
         """A plain pipeline: every stage feeds the next.
 
-        `comm_s` is one number or one per boundary, forward and, unless given apart, backward.
+        `comm_s` is one number, or one per boundary. It holds both ways unless `backward_comm_s` is given.
         """
         boundaries = max(0, len(stages) - 1)
 
@@ -215,13 +215,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Timetable:
-    """Per rank an order of actions, timed, checked, with a proven lower bound on the iteration time.
+    """Per rank an order of actions, timed, with a proven lower bound on the iteration time.
 
-    `ranks[r]` is rank r's order, `spans[r]` the same actions with times. `peak_bytes[r]` is the most memory rank r
-    holds, `static_bytes` of its stages included; `memory[r]` is how that comes about, (time in seconds, bytes held
-    from then on), where it is known from a program, and not from the costs alone. `lower_bound_s` holds for every
-    schedule under the same costs, placement and memory limit; `gap` 0 means proven optimal. All of these count actions
-    of a rank one after the other; where Ws run `beside` Bs, `expected_s` is the iteration time that follows.
+    `ranks[r]` is rank r's order, `spans[r]` its actions with times. `peak_bytes[r]` is the most memory that rank r
+    holds, `static_bytes` of its stages included. `memory[r]` lists (time in seconds, bytes held from then on); None
+    until a program is known, for costs alone do not tell. `lower_bound_s` holds for every schedule under these costs,
+    placement and memory limit; `gap` 0 means proven optimal. Times count the actions of a rank one after the other.
+    Where Ws run `beside` Bs, `expected_s` is the iteration time that follows.
     """
 
     name: str

@@ -23,8 +23,8 @@ from zbfx.schedule.integer.precedence import forced_precedence
 from zbfx.schedule.integer.solver import SolverFailed
 from zbfx.schedule.integer.window import TimedOrders, open_window
 from zbfx.schedule.orders.registry import GENERATORS
+from zbfx.schedule.search.order_search import OrderSearch
 from zbfx.schedule.search.refine import optimum, refine_search
-from zbfx.schedule.search.search import Search
 from zbfx.timing.exact import instance
 from zbfx.timing.limits import limit_per_rank
 
@@ -113,10 +113,10 @@ def window_rows(seed: int, wanted: int, budget_s: float, limit_s: float) -> Iter
             yield window_row(index, case, search, limit_s)
 
 
-def searched(case: Case, budget_s: float) -> Search:
+def searched(case: Case, budget_s: float) -> OrderSearch:
     """The planner's search alone."""
     limits = limit_per_rank(case.costs, case.mem_limit)
-    search = Search(case.costs, case.microbatches, limits, 0, perf_counter() + budget_s)
+    search = OrderSearch(case.costs, case.microbatches, limits, 0, perf_counter() + budget_s)
     search.lead()
     for name, generate in GENERATORS.items():
         try:
@@ -127,7 +127,7 @@ def searched(case: Case, budget_s: float) -> Search:
     return search
 
 
-def window_row(index: int, case: Case, search: Search, limit_s: float) -> WindowRow:
+def window_row(index: int, case: Case, search: OrderSearch, limit_s: float) -> WindowRow:
     cost, bound = search.cost, search.target
     begun = perf_counter()
     refine_search(search, begun + limit_s)

@@ -14,11 +14,11 @@ from tests.schedule.exhaustive import best_cost
 from zbfx.plan import CostTable, StageCost
 from zbfx.schedule import plan
 from zbfx.schedule.bounds.certificate import Certificate
-from zbfx.schedule.bounds.chain import chain, split_only
-from zbfx.schedule.bounds.load import head_tail_bound, one_rank_bound, stream_bound, work_bound
+from zbfx.schedule.bounds.closed_form import head_tail_bound, one_rank_bound, stream_bound, work_bound
+from zbfx.schedule.bounds.linear import linear_pipeline, split_only
 from zbfx.schedule.bounds.propagation import Propagation
-from zbfx.schedule.search.listing import ListScheduler
-from zbfx.schedule.search.priorities import first_rules
+from zbfx.schedule.search.list_scheduling import ListScheduler
+from zbfx.schedule.search.rules import first_rules
 from zbfx.timing.exact import instance
 
 UNEQUAL = CostTable.chain([StageCost(2, 3, 5, 4, 3), StageCost(3, 2, 1, 4, 2)], 7)
@@ -43,7 +43,7 @@ def problems(draw: st.DrawFn, most_ranks: int, most_microbatches: int) -> tuple[
 def all_bounds(costs: CostTable, m: int, limit: int | None) -> dict[str, Fraction]:
     problem = instance(split_only(costs), m)
     units = problem.units(None if limit is None else [limit] * costs.rank_count)
-    pipe = chain(problem, units)
+    pipe = linear_pipeline(problem, units)
     assert pipe is not None
     ticks = {
         "work": work_bound(problem),
@@ -107,7 +107,7 @@ def test_propagation_proves_what_the_closed_forms_leave_open() -> None:
 
 def test_windows_hold_every_schedule_of_their_cost() -> None:
     problem = instance(UNEQUAL, 3)
-    pipe = chain(problem, None)
+    pipe = linear_pipeline(problem, None)
     assert pipe is not None
     found = plan(UNEQUAL, 3, budget_s=2)
     states = Propagation.of(pipe, 1000)

@@ -11,7 +11,7 @@ from benchmarks.planner.paper_tables import closed_form
 from zbfx.errors import ZbfxError
 from zbfx.plan import CostTable, Kind, StageCost
 from zbfx.schedule import check, names, plan, register
-from zbfx.schedule.orders.handmade import Ranks, gpipe
+from zbfx.schedule.orders.handmade import Orders, gpipe
 from zbfx.schedule.orders.interleaved import interleaved_1f1b, looped_placement
 from zbfx.schedule.orders.registry import GENERATORS
 from zbfx.schedule.orders.vshape import v_half, v_min, v_placement, zb_v
@@ -108,7 +108,7 @@ def test_wrong_placements_are_refused() -> None:
 
 def test_a_users_generator_through_the_registry() -> None:
     @register("all-forwards")
-    def all_forwards(costs: CostTable, microbatches: int) -> Ranks:
+    def all_forwards(costs: CostTable, microbatches: int) -> Orders:
         return gpipe(costs, microbatches)
 
     try:

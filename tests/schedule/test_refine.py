@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from zbfx.plan import CostTable, StageCost
 from zbfx.schedule import plan
-from zbfx.schedule.integer.ilp import Program
+from zbfx.schedule.integer.formulation import IntegerProgram
 from zbfx.schedule.integer.precedence import forced_precedence
-from zbfx.schedule.integer.solver import Answer, SolverFailed, solve
+from zbfx.schedule.integer.solver import Answer, SolverFailed, solve_in_child
 from zbfx.schedule.integer.window import TimedOrders, open_window
 from zbfx.schedule.search import refine
+from zbfx.schedule.search.order_search import OrderSearch
 from zbfx.schedule.search.refine import Refinement, Solve, decides, optimum, refine_search, replaced, simulated_cost
-from zbfx.schedule.search.search import Search
 from zbfx.timing.exact import B, F, Instance, W, instance
 
 Orders = tuple[tuple[int, ...], ...]
@@ -129,7 +129,7 @@ def test_four_ranks_six_microbatches_are_solved_to_optimality(costs: CostTable, 
     assert problem.seconds(result.cost_ticks) == pytest.approx(found.iteration_s, rel=1e-12)
 
 
-def never_asked(program: Program, limit_s: float) -> Answer:
+def never_asked(program: IntegerProgram, limit_s: float) -> Answer:
     raise AssertionError("no solver is needed")
 
 
@@ -148,7 +148,7 @@ def uneven() -> tuple[Instance, list[list[int]], list[int]]:
     return problem, problem.encode(plan(UNEVEN, 8, schedule="zb-h1").ranks), [24] * 4
 
 
-def refinement(solver: Solve = solve, seconds: float = 30) -> Refinement:
+def refinement(solver: Solve = solve_in_child, seconds: float = 30) -> Refinement:
     problem, orders, limits = uneven()
     deadline = perf_counter() + seconds
     return Refinement(problem, tuple(map(tuple, orders)), limits, 80, deadline, solve=solver)
@@ -172,8 +172,8 @@ def test_windows_improve_a_schedule_within_the_limit() -> None:
     ],
 )
 def test_a_broken_solver_leaves_the_orders(code: str, note: str) -> None:
-    def run_code(program: Program, limit_s: float) -> Answer:
-        return solve(program, min(limit_s, 1.0), command=(sys.executable, "-c", code))
+    def run_code(program: IntegerProgram, limit_s: float) -> Answer:
+        return solve_in_child(program, min(limit_s, 1.0), command=(sys.executable, "-c", code))
 
     work = refinement(run_code)
     before = work.orders, work.cost_ticks, work.bound_ticks
@@ -182,7 +182,7 @@ def test_a_broken_solver_leaves_the_orders(code: str, note: str) -> None:
     assert any(note in line for line in work.notes)
 
 
-def lies(program: Program, limit_s: float, *, kind: str) -> Answer:
+def lies(program: IntegerProgram, limit_s: float, *, kind: str) -> Answer:
     """The columns' first or last values, called optimal."""
     values = program.upper if kind == "last" else program.lower
     return Answer(tuple(values), True, False, values[0], 0.0)
@@ -240,9 +240,9 @@ def test_what_integer_programs_find_is_the_searchs_result() -> None:
     assert found.cost_s == found.bound_s == 94
 
 
-def searched() -> Search:
+def searched() -> OrderSearch:
     """A search that has seen ZB-H1 and had no time for more."""
-    search = Search(UNEVEN, 8, [24] * 4, 0, perf_counter())
+    search = OrderSearch(UNEVEN, 8, [24] * 4, 0, perf_counter())
     search.compare("zb-h1", plan(UNEVEN, 8, schedule="zb-h1").ranks)
     assert search.cost == 98
     return search

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from zbfx.schedule.integer import solver
-from zbfx.schedule.integer.ilp import Program, Row
-from zbfx.schedule.integer.solver import CHILD, SolverFailed, solve, solve_with_any
+from zbfx.schedule.integer.formulation import IntegerProgram, Row
+from zbfx.schedule.integer.solver import CHILD, SolverFailed, solve_in_child, solve_with_any
 
 # Minimise x0 with x0 >= 3 - 2 x1 - x2, x1 + x2 <= 1, both binary: x0 = 1 with x1 = 1.
-PROGRAM = Program(
+PROGRAM = IntegerProgram(
     lower=[0.0, 0.0, 0.0],
     upper=[9.0, 1.0, 1.0],
     first_binary=1,
@@ -30,7 +30,7 @@ def python(code: str) -> tuple[str, ...]:
 
 
 def test_cbc_solves_a_small_program() -> None:
-    answer = solve(PROGRAM, 30)
+    answer = solve_in_child(PROGRAM, 30)
     assert answer.values == pytest.approx((1.0, 1.0, 0.0))
     assert answer.optimal
     assert not answer.infeasible
@@ -38,35 +38,35 @@ def test_cbc_solves_a_small_program() -> None:
 
 
 def test_cbc_says_infeasible() -> None:
-    impossible = Program(PROGRAM.lower, PROGRAM.upper, 1, [*PROGRAM.rows, Row((0,), (1.0,), 0.5)])
-    answer = solve(impossible, 30)
+    impossible = IntegerProgram(PROGRAM.lower, PROGRAM.upper, 1, [*PROGRAM.rows, Row((0,), (1.0,), 0.5)])
+    answer = solve_in_child(impossible, 30)
     assert answer.infeasible
     assert answer.values is None
 
 
 def test_a_solver_that_prints_on_stdout_does_not_garble_the_answer(tmp_path: Path) -> None:
     noisy = f"import os, runpy; os.write(1, b''); runpy.run_path({CHILD[1]!r}, run_name='__main__')"
-    assert solve(PROGRAM, 30, command=python(noisy)).values == pytest.approx((1.0, 1.0, 0.0))
+    assert solve_in_child(PROGRAM, 30, command=python(noisy)).values == pytest.approx((1.0, 1.0, 0.0))
 
 
 def test_crash_of_the_interpreter() -> None:
     with pytest.raises(SolverFailed, match=r"ended by signal 6 \(Aborted\); the plan stays as it was"):
-        solve(PROGRAM, 30, command=python("import os; os.abort()"))
+        solve_in_child(PROGRAM, 30, command=python("import os; os.abort()"))
 
 
 def test_process_that_cannot_start() -> None:
     with pytest.raises(SolverFailed, match="the solver's process cannot start"):
-        solve(PROGRAM, 30, command=("/no/such/interpreter",))
+        solve_in_child(PROGRAM, 30, command=("/no/such/interpreter",))
 
 
 def test_failure_status() -> None:
     with pytest.raises(SolverFailed, match="failed with status 1: MemoryError: no room"):
-        solve(PROGRAM, 30, command=python("raise MemoryError('no room')"))
+        solve_in_child(PROGRAM, 30, command=python("raise MemoryError('no room')"))
 
 
 def test_nonsense_that_is_not_text() -> None:
     with pytest.raises(SolverFailed, match="the solver's answer cannot be read"):
-        solve(PROGRAM, 30, command=python("import sys; sys.stdout.buffer.write(bytes([255, 254, 0]))"))
+        solve_in_child(PROGRAM, 30, command=python("import sys; sys.stdout.buffer.write(bytes([255, 254, 0]))"))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_nonsense_that_is_not_text() -> None:
 )
 def test_nonsense(text: str) -> None:
     with pytest.raises(SolverFailed, match="the solver's answer cannot be read"):
-        solve(PROGRAM, 30, command=python(f"print({text!r})"))
+        solve_in_child(PROGRAM, 30, command=python(f"print({text!r})"))
 
 
 def test_ignoring_the_limit_ends_the_child_and_its_children(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_ignoring_the_limit_ends_the_child_and_its_children(tmp_path: Path) -> N
     )
     begun = time.monotonic()
     with pytest.raises(SolverFailed, match=r"did not stop within 2 s and was ended"):
-        solve(PROGRAM, 2, command=python(code))
+        solve_in_child(PROGRAM, 2, command=python(code))
     assert time.monotonic() - begun < 20
     for pid in map(int, file.read_text().split()):
         assert ended(pid)
@@ -123,7 +123,7 @@ def test_absent_mip_names_the_fix() -> None:
     with pytest.raises(
         SolverFailed, match="the integer program needs python-mip: pip install mip; the plan stays as it was"
     ):
-        solve(PROGRAM, 30, command=python(blocked))
+        solve_in_child(PROGRAM, 30, command=python(blocked))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_missing_highs_names_the_fix() -> None:
     if find_spec("highsbox"):
         pytest.skip("HiGHS is installed")
     with pytest.raises(SolverFailed, match="pip install highsbox"):
-        solve(PROGRAM, 30, solver="HiGHS")
+        solve_in_child(PROGRAM, 30, solver="HiGHS")
 
 
 def test_child_ends_itself_when_its_parent_is_gone() -> None:

@@ -12,9 +12,9 @@ from zbfx.plan import CostTable, Span, StageCost
 from zbfx.runtime.timeline import Profile
 from zbfx.schedule import plan
 from zbfx.schedule.schedule import Schedule
+from zbfx.show.chrome_trace import chrome_trace
 from zbfx.show.html import busy_s
 from zbfx.show.svg import FILLS, LEFT_PX, MEMORY_PX
-from zbfx.show.trace import trace
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 STAGE = StageCost(2, 3, 5, saved_bytes=4, weight_saved_bytes=1)
@@ -77,7 +77,7 @@ def test_trace_has_times_in_microseconds(tiny: Schedule, tmp_path: Path) -> None
 
 
 def test_trace_counts_memory(tiny: Schedule) -> None:
-    events = json.loads(trace(tiny))["traceEvents"]
+    events = json.loads(chrome_trace(tiny))["traceEvents"]
     held = [(e["ts"] / 1e6, e["args"]["bytes"]) for e in events if e["ph"] == "C" and e["name"].endswith("rank 0")]
     assert held == [(0, 0), (0, 4), (2, 8), (24, 5), (29, 4), (32, 1), (37, 0)]
 

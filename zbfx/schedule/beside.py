@@ -1,8 +1,11 @@
 """W beside B: on a device with two streams, the W of one microbatch fills what the B of another leaves idle.
 
-The products of a W keep a GPU's arithmetic busy where a B waits for memory, and the other way round: both together take
-less than one after the other. A W may start once its own B has ended; here it starts with one of the next Bs of its
-rank, and what it reads is held until that B has ended.
+Takes   a schedule whose costs say how long a B takes with a W beside it.
+Gives   the schedule with pairs of a W and a B, where that fits the memory limit and ends sooner. A W may start once
+        its own B has ended. Here it starts with one of the next Bs of its rank, and what it reads is held until that B
+        has ended.
+Raises  nothing.
+Source  ours. The products of a W keep a GPU's arithmetic busy while a B waits for memory, and the other way round.
 """
 
 from __future__ import annotations
@@ -18,16 +21,16 @@ from zbfx.timing.simulate import simulate
 from zbfx.timing.two_streams import Arrangement, expected, iteration_s, peak_bytes
 
 LAGS = (1, 2, 3)  # how many Bs a W may wait for the one that it runs beside
-LARGE = 100_000  # actions times ranks, above which all ranks are arranged alike
+LARGE = 100_000  # of actions times ranks; above it all ranks are arranged alike
 ROUNDING = 1e-9  # sums of the same times in another order
 
 
 def run_beside(schedule: Schedule, stages: frozenset[int] | None = None, *, move: bool = True) -> Schedule:
     """The schedule with Ws (of `stages`, if given) beside Bs, where that fits its memory limit and ends sooner.
 
-    `move` lets Ws change their place between the other actions of their rank, whose order stays; the Ws of a stage
-    stay in theirs, so gradients keep their bits. Times, peaks and bubbles of the result count actions one after the
-    other, as before; `expected_s` counts them as they run.
+    `move` lets Ws move between the other actions of their rank, which keep their order. So do the Ws of a stage:
+    gradients keep their bits. Times and bubbles of the result count actions one after the other, `expected_s` counts
+    them as they run, and `peak_bytes` covers both.
     """
     costs = schedule.costs
     options = [list(arrangements(schedule, rank, stages, move)) for rank in range(costs.rank_count)]
@@ -64,7 +67,7 @@ def arrangements(schedule: Schedule, rank: int, stages: frozenset[int] | None, m
 
 
 def in_place(order: Sequence[Action], stages: frozenset[int] | None) -> Arrangement:
-    """Every W that stands right before a B runs beside it."""
+    """The order as it is: every W right before a B runs beside that B."""
     pairs = {
         action: after
         for action, after in pairwise(order)
@@ -91,7 +94,7 @@ def moved(order: Sequence[Action], lag: int, stages: frozenset[int] | None) -> A
 
 
 def weight_orders(order: Sequence[Action]) -> dict[int, list[int]]:
-    """The microbatches of each stage's Ws, in order: that in which gradients add up."""
+    """The microbatches of each stage's Ws, in the order in which their gradients are added."""
     found: dict[int, list[int]] = {}
     for action in order:
         if action.kind is Kind.W:
@@ -100,7 +103,7 @@ def weight_orders(order: Sequence[Action]) -> dict[int, list[int]]:
 
 
 def soonest(costs: CostTable, options: Sequence[Sequence[Arrangement]]) -> list[Arrangement]:
-    """One arrangement per rank: the best that all ranks have alike, then improved rank by rank."""
+    """One arrangement per rank: the best of those in which all ranks wait alike, then improved rank by rank."""
 
     def seconds(choice: Sequence[Arrangement]) -> float:
         return iteration_s(expected(costs, choice))

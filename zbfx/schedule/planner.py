@@ -1,4 +1,12 @@
-"""From costs to a schedule: `plan` is the planner's front door, `build` turns any order into a checked Schedule."""
+"""From costs to a schedule: `plan` finds orders, `build` makes a checked `Schedule` of given orders.
+
+Takes   one cost table or several, a number of microbatches, a memory limit, and which schedule: a name, an order per
+        rank, a `Schedule`, or a generator.
+Gives   a `Schedule`: orders, times, memory, a lower bound, and notes on what was compared.
+Raises  `InvalidSchedule` for incorrect orders, `NoFeasibleSchedule` for a limit that no schedule meets, and other
+        `ZbfxError`s for wrong arguments.
+Source  section 3 of the paper.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +20,25 @@ from zbfx.errors import ZbfxError
 from zbfx.plan import Action, CostTable, Kind, Number
 from zbfx.schedule.bounds.certificate import Certificate
 from zbfx.schedule.integer.solver import solvers
-from zbfx.schedule.orders.handmade import Ranks
+from zbfx.schedule.orders.handmade import Orders
 from zbfx.schedule.orders.registry import GENERATORS, SEARCHED, Generator, names
 from zbfx.schedule.schedule import Schedule
+from zbfx.schedule.search.order_search import OrderSearch
 from zbfx.schedule.search.refine import refine_search
-from zbfx.schedule.search.search import Search
 from zbfx.timing.exact import exact
 from zbfx.timing.limits import MemLimit, limit_per_rank, require_feasible
-from zbfx.timing.rules import check
+from zbfx.timing.validity import check
 
-# Integer programs get their share of the time up to so many actions, and this share above: they help little there.
-SMALL_ACTIONS, LARGE_SHARE = 1000, 0.1
+MOST_ACTIONS_OF_SMALL = 1000  # up to so many Fs, Bs and Ws a problem is small
 
-Request = str | Generator | Schedule | Sequence[Sequence[Action | str] | str]
+ScheduleRequest = str | Generator | Schedule | Sequence[Sequence[Action | str] | str]
 
 
 def plan(
     costs: CostTable | Sequence[CostTable],
     microbatches: int,
     *,
-    schedule: Request = "auto",
+    schedule: ScheduleRequest = "auto",
     mem_limit: MemLimit = None,
     budget_s: float = 5.0,
     rounds: int | None = None,
@@ -42,9 +49,9 @@ def plan(
     `costs` may be several tables that differ in placement; the best schedule over all of them is returned. `schedule`
     is a name, an order per rank (actions, or text like "F0.0 F0.1 B0.0"), a Schedule, or a generator
     `(costs, microbatches) -> orders`. `mem_limit` counts bytes per rank, static bytes included: a number, text like
-    "24GiB", one of them per rank, a multiple like "2x" of what 1F1B's activations need, or None. Searched schedules
-    stop when the lower bound is met or after `budget_s`; the same seed takes the same way. With `rounds` of local
-    search, and no integer programs, the way also ends in the same place, unless `budget_s` ends it before.
+    "24GiB", one of them per rank, a multiple like "2x" of what 1F1B's activations need, or None. Searches stop when the
+    lower bound is met or after `budget_s`. `seed` fixes the way that a search takes, the clock how far it comes.
+    `rounds` of local search, then without integer programs, also fix how far, unless `budget_s` is over before.
     """
     begun = time.perf_counter()
     tables = [costs] if isinstance(costs, CostTable) else list(costs)
@@ -70,7 +77,7 @@ def plan(
     return replace(best, search_s=time.perf_counter() - begun, notes=notes)
 
 
-def build(name: str, costs: CostTable, microbatches: int, ranks: Ranks, mem_limit: MemLimit = None) -> Schedule:
+def build(name: str, costs: CostTable, microbatches: int, ranks: Orders, mem_limit: MemLimit = None) -> Schedule:
     """Check and time `ranks`, and attach the lower bound that holds for these costs and this limit."""
     timed = check(costs, microbatches, ranks, mem_limit)
     limits = limit_per_rank(costs, mem_limit)
@@ -89,9 +96,9 @@ def build(name: str, costs: CostTable, microbatches: int, ranks: Ranks, mem_limi
     return replace(schedule, lower_bound_s=schedule.iteration_s if optimal else float(bound))
 
 
-def read_orders(orders: Sequence[Sequence[Action | str] | str]) -> Ranks:
-    """An order per rank, as actions, or as text like "F0.0 F0.1 B0.0", in one piece or in several. Raises `ZbfxError`
-    for anything else."""
+def read_orders(orders: Sequence[Sequence[Action | str] | str]) -> Orders:
+    """The orders in a list with one entry per rank: actions, text like "F0.0 F0.1 B0.0", or a list of both. Raises
+    `ZbfxError` for anything else."""
     if isinstance(orders, str) or not isinstance(orders, Sequence):
         raise ZbfxError(f"a schedule gives one order of actions per rank, in a list; found {type(orders).__name__}")
     return tuple(map(read_order, orders))
@@ -116,7 +123,7 @@ def read_actions(entry: Action | str) -> tuple[Action, ...]:
 def _plan_one(
     costs: CostTable,
     microbatches: int,
-    schedule: Request,
+    schedule: ScheduleRequest,
     mem_limit: MemLimit,
     budget_s: float,
     rounds: int | None,
@@ -147,22 +154,20 @@ def _search(
     rounds: int | None,
     seed: int,
 ) -> Schedule:
-    """Search under the smaller of the user's limit and the schedule's own, then refine by integer programs.
-
-    `auto` also compares all generated schedules.
-    """
+    """Search under the tighter of the user's limit and the schedule's own, then refine by integer programs."""
     deadline_s = time.perf_counter() + budget_s
     wanted = SEARCHED[name]
     wanted.require_placement(name, costs)
     limits = _tighter(limit_per_rank(costs, mem_limit), limit_per_rank(costs, wanted.mem_limit))
     require_feasible(costs, limits)
-    small = 3 * len(costs.stages) * microbatches <= SMALL_ACTIONS
+    small = 3 * len(costs.stages) * microbatches <= MOST_ACTIONS_OF_SMALL
+    program_share = wanted.program_share if small else wanted.large_program_share
     programs = rounds is None and bool(solvers())
-    program_s = (wanted.program_share if small or name == "ilp" else LARGE_SHARE) * budget_s if programs else 0.0
-    search = Search(costs, microbatches, limits, seed, deadline_s - program_s, rounds)
+    program_s = program_share * budget_s if programs else 0.0
+    search = OrderSearch(costs, microbatches, limits, seed, deadline_s - program_s, rounds)
     search.lead()
     compared = []
-    if name == "auto" or search.running():
+    if wanted.compares or search.running():
         for other, generate in GENERATORS.items():
             try:
                 compared.append(search.compare(other, generate(costs, microbatches)))

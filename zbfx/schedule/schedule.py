@@ -1,4 +1,10 @@
-"""The planner's result: a timetable that draws itself."""
+"""The planner's result: a timetable with methods that draw it.
+
+Takes   the fields of a `Timetable`.
+Gives   the rank x time grid as text, SVG, HTML and Chrome trace.
+Raises  what writing a file raises.
+Source  ours.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +14,15 @@ from pathlib import Path
 from shutil import get_terminal_size
 
 from zbfx.plan import Timetable
+from zbfx.show.chrome_trace import chrome_trace
 from zbfx.show.html import html
 from zbfx.show.svg import svg
 from zbfx.show.text import grid
-from zbfx.show.trace import trace
 
 
 @dataclass(frozen=True)
 class Schedule(Timetable):
-    """A timetable with its pictures."""
+    """Per rank an order of actions, timed, checked, with a lower bound: a `Timetable` that draws itself."""
 
     def __str__(self) -> str:
         """The rank x time grid in characters, as wide as the terminal."""
@@ -32,4 +38,4 @@ class Schedule(Timetable):
 
     def trace(self, path: str | PathLike[str]) -> None:
         """Write the schedule to `path` in Chrome's trace format."""
-        Path(path).write_text(trace(self))
+        Path(path).write_text(chrome_trace(self))

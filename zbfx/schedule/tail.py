@@ -1,8 +1,11 @@
-"""The end of a rank's order where gradients are summed over replicas (appendix A of the paper): how many of the last Ws
-run bucket by bucket, and in which order of the buckets, so that the sums hide behind them.
+"""The end of a rank's order where gradients are summed over replicas: the last Ws run bucket by bucket.
 
-The Ws and the sums are a flow shop of two machines in which each bucket is a job: Johnson's rule (1954) gives the order
-of the buckets that ends first. The order of the microbatches within a bucket stays what it was.
+Takes   a schedule, and for each bucket of gradients a `Portion`: its part of the Ws, and the seconds of its sum.
+Gives   a `Tail` per rank: how many of the last Ws run bucket by bucket, and in which order of the buckets, so that the
+        sums hide behind them. Microbatches keep their order within a bucket.
+Raises  nothing for a schedule that was checked.
+Source  appendix A of the paper. Ws and sums are a flow shop of two machines, in which each bucket is a job. Johnson's
+        rule (1954) gives the order of jobs that ends first.
 """
 
 from __future__ import annotations
@@ -15,17 +18,17 @@ from zbfx.plan import Action, Kind
 from zbfx.schedule.schedule import Schedule
 from zbfx.timing.exact import instance
 from zbfx.timing.longest_path import peak_units
-from zbfx.timing.rules import check
+from zbfx.timing.validity import check
 
-WORTH = 0.01  # share of the exposed time that putting off more Ws has to hide
+LEAST_HIDDEN_SHARE = 0.01  # share of the exposed time that putting off more Ws has to hide
 
 Timed = Sequence[tuple[Action, float, float]]  # unfused actions with their start and end, in seconds
 
 
 @dataclass(frozen=True)
 class Portion:
-    """What the planner knows of a bucket: seconds of its part of the W of each stage, for one microbatch; the stages
-    whose B adds to it; seconds of its sum over the replicas. `at_end`: the sum begins after the last action."""
+    """What the planner knows of a bucket. `weight_s[stage]`: its part of a W of the stage. `backward_stages`: the stages
+    whose B adds to it. `reduce_s`: its sum over the replicas. `at_end`: the sum begins after the last action."""
 
     weight_s: Mapping[int, float]
     backward_stages: frozenset[int]
@@ -48,8 +51,8 @@ class Ending:
 
 @dataclass(frozen=True)
 class Tail:
-    """An ending with the Ws of its tail in parts: buckets in the order in which their sums start, and when each sum
-    starts and ends."""
+    """An ending whose trailing Ws run in parts. `sequence`: the buckets in the order of their sums. `sums_s`: start and
+    end of each sum."""
 
     ending: Ending
     sequence: tuple[int, ...]
@@ -99,21 +102,22 @@ def johnson(jobs: Mapping[int, tuple[float, float]]) -> list[int]:
 
 
 def best_tail(endings: Sequence[Ending], portions: Sequence[Portion]) -> Tail:
-    """The tail whose sums end first; what holds more has to be worth it."""
+    """The tail whose sums end first. Putting off more Ws, which holds more, has to hide a share of the exposed time."""
     first, *others = (tail_of(ending, portions) for ending in endings)
     best = first
     for tail in others:
         exposed_s = best.reduced_s - first.ending.end_s
-        if tail.reduced_s < best.reduced_s - WORTH * max(0.0, exposed_s):
+        if tail.reduced_s < best.reduced_s - LEAST_HIDDEN_SHARE * max(0.0, exposed_s):
             best = tail
     return best
 
 
 def endings(schedule: Schedule, rank: int) -> list[Ending]:
-    """The ways in which the rank may end: with no W in parts; with some of the Ws that end its order anyway, which
-    need no more memory than the first of them; with more Ws put off, as long as what they hold fits into the limit,
-    or, where there is none, into what the rank holds at its peak anyway.
-    Ws that run beside a B stay there, and so do all of a rank that has such."""
+    """The ways in which the rank may end, from no W in parts on.
+
+    Up to all Ws that end its order anyway may run in parts. More Ws are put off where what they hold fits into the
+    limit; without a limit, into the rank's peak. A rank with Ws beside Bs puts off none.
+    """
     timed = unfused_spans(schedule, rank)
     order = [action for action, _, _ in timed]
     guests = dict(schedule.beside)
@@ -183,8 +187,8 @@ def arrivals(schedule: Schedule, rank: int) -> dict[Action, float]:
 
 
 def retimed(schedule: Schedule, order: Sequence[Action], arrival: Mapping[Action, float]) -> Timed:
-    """Another order of a rank's actions. What comes from other ranks comes no later than in the schedule: Ws that move
-    towards the end delay nothing that others wait for."""
+    """The times of an order with some Ws put off. Values from other ranks arrive as in the schedule: a later W delays
+    nothing that another rank waits for."""
     timed, clock_s = [], 0.0
     for action in order:
         start_s = max(clock_s, arrival.get(action, 0.0))
@@ -201,7 +205,7 @@ def fits(schedule: Schedule, rank: int, order: Sequence[Action]) -> bool:
 
 
 def ending_with(schedule: Schedule, tails: Sequence[Tail]) -> Schedule:
-    """The schedule with the orders of these tails, one a rank, checked and timed again. Its lower bound holds on."""
+    """The schedule with the orders of these tails, one a rank, checked and timed again. The lower bound still holds."""
     ranks = tuple(
         order if tail.ending.order == tuple(a for a, _, _ in unfused_spans(schedule, rank)) else tail.ending.order
         for rank, (order, tail) in enumerate(zip(schedule.ranks, tails, strict=True))

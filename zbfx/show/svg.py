@@ -1,7 +1,7 @@
-"""A schedule as an SVG picture: one lane per rank, time to the right, the memory each rank holds under its lane; and a
-measured step beside its plan.
+"""A schedule as an SVG picture: one lane per rank, time to the right, the memory each rank holds under its lane.
 
-Every action is a `<rect>` with a `<title>` that names it and its times, so viewers show both on hover.
+`comparison` draws a measured step beside its plan. Every action is a `<rect>` with a `<title>` that names it and its
+times, so viewers show both on hover.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def svg(schedule: Timetable, width_px: int = 1400) -> str:
 
 
 def comparison(schedule: Timetable, measured: Sequence[Sequence[Span]], width_px: int = 1400) -> str:
-    """Two lanes per rank, the plan above what was measured, on one scale; a W beside a B fills the lower half of its
-    lane."""
+    """Two lanes per rank on one scale: the plan, and below it what was measured. A W beside a B fills the lower half of
+    its lane."""
     planned = as_they_run(schedule)
     planned_s, measured_s = (max(span.end_s for spans in lanes for span in spans) for lanes in (planned, measured))
     scale = (width_px - LEFT_PX - 8) / max(planned_s, measured_s)
@@ -60,7 +60,7 @@ def comparison(schedule: Timetable, measured: Sequence[Sequence[Span]], width_px
 
 
 def lane_rects(schedule: Timetable, spans: Sequence[Span], top: float, scale: float) -> list[str]:
-    """The actions of a lane; those beside another one last, on top of it."""
+    """The actions of a lane. Ws beside Bs come last: they are drawn over these."""
     guests = dict(schedule.beside)
     alone = [action_rect(schedule, span, top, scale) for span in spans if span.action not in guests]
     half = LANE_PX / 2

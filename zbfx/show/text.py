@@ -5,8 +5,8 @@
 
 Ranks that hold several stages name the stage too: F0.1.
 
-`columns="time"` draws seconds to scale, with the memory; `columns="step"` draws one cell for each action as if all
-took the same time and messages none, wrapped to the width.
+`columns="time"` draws seconds to scale, and the memory. `columns="step"` draws one cell for each action, as if all
+actions took one second and messages no time, and wraps the rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Columns = Literal["time", "step"]
 Segment = tuple[str, Kind | None]  # a run of characters and the kind that gives its colour
-Line = list[Segment]
+TextLine = list[Segment]
 
 IDLE = "."
 BARS = " ▁▂▃▄▅▆▇█"
@@ -41,7 +41,7 @@ def grid(schedule: Timetable, width: int = 120, columns: Columns = "time") -> st
 
 
 def coloured_grid(schedule: Timetable, width: int = 120, columns: Columns = "time") -> Text:
-    """As `grid`, with a colour per kind, for a rich console."""
+    """`grid` with a colour per kind, for a rich console."""
     from rich.text import Text
 
     text = Text(no_wrap=True)
@@ -52,7 +52,7 @@ def coloured_grid(schedule: Timetable, width: int = 120, columns: Columns = "tim
     return text
 
 
-def picture(schedule: Timetable, width: int, columns: Columns) -> list[Line]:
+def picture(schedule: Timetable, width: int, columns: Columns) -> list[TextLine]:
     """The lines of the grid in segments of one kind each."""
     if columns == "step":
         return [*step_rows(schedule, width), [(summary(schedule), None)]]
@@ -83,13 +83,13 @@ def rank_name(rank: int, schedule: Timetable) -> str:
     return f"rank {rank:>{len(str(schedule.costs.rank_count - 1))}} |"
 
 
-def time_rows(schedule: Timetable, width: int) -> list[Line]:
+def time_rows(schedule: Timetable, width: int) -> list[TextLine]:
     label = labeller(schedule)
     names = [rank_name(rank, schedule) for rank in range(schedule.costs.rank_count)]
     scale = characters_per_second(schedule, width)
     rows = []
     for name, spans in zip(names, schedule.spans, strict=True):
-        line: Line = [(name, None)]
+        line: TextLine = [(name, None)]
         drawn = 0
         for span in spans:
             begin, end = round(span.start_s * scale), round(span.end_s * scale)
@@ -116,7 +116,7 @@ def characters_per_second(schedule: Timetable, width: int) -> float:
     return float(int(scale)) if scale >= 1 else scale
 
 
-def step_rows(schedule: Timetable, width: int) -> list[Line]:
+def step_rows(schedule: Timetable, width: int) -> list[TextLine]:
     label = labeller(schedule)
     spans = simulate(unit_costs(schedule.costs), schedule.microbatches, schedule.ranks).spans
     steps = [[round(span.start_s) for span in row] for row in spans]
@@ -124,7 +124,7 @@ def step_rows(schedule: Timetable, width: int) -> list[Line]:
     cell = 1 + max((len(label(action)) for order in schedule.ranks for action in order), default=1)
     names = [rank_name(rank, schedule) for rank in range(schedule.costs.rank_count)]
     per_band = max(1, (width - len(names[0]) - 1) // cell)
-    lines: list[Line] = []
+    lines: list[TextLine] = []
     for first in range(0, count, per_band):
         last = min(first + per_band, count)
         for name, order, row in zip(names, schedule.ranks, steps, strict=True):
@@ -156,14 +156,14 @@ def step_cells(
             yield IDLE.ljust(cell), None
 
 
-def memory_rows(schedule: Timetable, width: int) -> list[Line]:
+def memory_rows(schedule: Timetable, width: int) -> list[TextLine]:
     """Per rank a bar for each column: the most it holds in that stretch of time, on one scale for all ranks."""
     scale = characters_per_second(schedule, width)
     count = round(schedule.makespan_s * scale)
     curves = schedule.memory or simulate(schedule.costs, schedule.microbatches, schedule.ranks).memory
     most = max(schedule.peak_bytes, default=0.0)
     where = schedule.peak_bytes.index(most) if schedule.peak_bytes else 0
-    lines: list[Line] = [[(f"memory held, a full bar is the peak: {amount(most, schedule)} on rank {where}", None)]]
+    lines: list[TextLine] = [[(f"memory held, a full bar is the peak: {amount(most, schedule)} on rank {where}", None)]]
     for rank, curve in enumerate(curves):
         shares = [held / most if most else 0.0 for held in column_maxima(curve, count, scale)]
         bars = "".join(BARS[ceil(share * (len(BARS) - 1) - 1e-9)] for share in shares)
@@ -182,8 +182,8 @@ def column_maxima(curve: Sequence[tuple[float, float]], count: int, scale: float
 
 
 def amount(size_bytes: float, schedule: Timetable | None = None) -> str:
-    """Bytes as text. Of a schedule that was planned from costs alone, the number may count any unit and stays as it is,
-    and so does one below 1 MiB."""
+    """Bytes as text, in GiB or MiB from 1 MiB on. For a `schedule` planned from costs alone the bare number: it may
+    count any unit."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if size_bytes >= size and (schedule is None or schedule.memory is not None):
             return f"{size_bytes / size:.2f} {unit}"

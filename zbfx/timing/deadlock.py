@@ -1,9 +1,13 @@
 """Why a schedule cannot run to its end, in words and as a picture.
 
-Communication as emitted: every ordered pair of ranks has one first-in-first-out channel. An action's values are sent
-right after it, in the sender's order, and a send holds its channel, not the rank, until the receiver takes it. Before
-an action the receiver takes what its channels carry, in the sender's order, up to the values that the action needs.
-So no channel ever waits for a value behind it, and the ranks can only stop for ever at a cycle of data and order.
+Takes   an `Instance` and coded orders that stop before their end.
+Gives   a message that names the ranks and actions that wait for one another, with an excerpt of the orders.
+Raises  nothing.
+Source  ours. Programs communicate in this way: every ordered pair of ranks has one first-in-first-out channel. An
+        action's values are sent right after it, in the sender's order. A send holds its channel, not the rank, until
+        the receiver takes it. Before an action the receiver takes what its channels carry, in the sender's order, up
+        to the values that the action needs. So no channel ever waits for a value behind it, and the ranks can only
+        stop for ever at a cycle of data and order.
 """
 
 from __future__ import annotations
@@ -12,11 +16,11 @@ from collections.abc import Sequence
 
 from zbfx.plan import Action
 from zbfx.timing.exact import Instance
-from zbfx.timing.longest_path import run
+from zbfx.timing.longest_path import longest_paths
 
 
-def grid(ranks: Sequence[Sequence[Action]], marks: dict[int, int], context: int = 4) -> str:
-    """Rank x step picture around the cells `marks` (rank -> step), which stand between arrows."""
+def excerpt(ranks: Sequence[Sequence[Action]], marks: dict[int, int], context: int = 4) -> str:
+    """The rank x step grid around the cells `marks` (rank -> step), each drawn as >F0.3<."""
     first = max(0, min(marks.values(), default=0) - context)
     last = min(max(marks.values(), default=0) + context + 1, max(map(len, ranks), default=0))
     cells = [
@@ -41,7 +45,7 @@ def grid(ranks: Sequence[Sequence[Action]], marks: dict[int, int], context: int 
 
 def describe_deadlock(problem: Instance, orders: Sequence[Sequence[int]]) -> str:
     """Name the cycle (or the action that nobody runs) at which coded `orders` stop."""
-    reached = run(problem, orders).reached
+    reached = longest_paths(problem, orders).reached
     m = problem.microbatches
     made_by = {
         problem.output[code // m] * m + code % m: (rank, step)
@@ -50,7 +54,7 @@ def describe_deadlock(problem: Instance, orders: Sequence[Sequence[int]]) -> str
     }
 
     def needed(rank: int) -> int:
-        """The output that the action at which `rank` stands still lacks."""
+        """The output that `rank` waits for."""
         group, microbatch = divmod(orders[rank][reached[rank]], m)
         for source, _ in problem.sources[group]:
             wanted = source * m + microbatch
@@ -67,7 +71,7 @@ def describe_deadlock(problem: Instance, orders: Sequence[Sequence[int]]) -> str
         if wanted not in made_by:
             stuck = problem.action(orders[rank][reached[rank]])
             text = f"rank {rank} waits at {stuck} for {problem.action(wanted)}, which no rank runs"
-            return f"{text}\n{grid(problem.decode(orders), {rank: reached[rank]})}"
+            return f"{text}\n{excerpt(problem.decode(orders), {rank: reached[rank]})}"
         rank = made_by[wanted][0]
     cycle = path[path.index(rank) :]
     reasons = []
@@ -78,5 +82,5 @@ def describe_deadlock(problem: Instance, orders: Sequence[Sequence[int]]) -> str
         reasons.append(
             f"rank {rank} waits at {stuck} for {problem.action(wanted)}, which rank {maker} runs only after {waits}"
         )
-    picture = grid(problem.decode(orders), {rank: reached[rank] for rank in cycle})
+    picture = excerpt(problem.decode(orders), {rank: reached[rank] for rank in cycle})
     return f"deadlock: {'; '.join(reasons)}. Move one of the marked actions back.\n{picture}"

@@ -1,7 +1,10 @@
-"""Costs as exact integers, and orders as small integer codes: the form in which the planner computes.
+"""A cost table in whole numbers, and actions as small integers: the form in which the planner computes.
 
-Sums of floats break equality tests ("does this F still fit?", "is the bound met?"), so every time becomes a whole
-number of ticks and every size a whole number of units. A float stands for the decimal number that it prints.
+Takes   a cost table and a number of microbatches.
+Gives   an `Instance`: times in ticks, sizes in units, actions as codes. Sums of floats would break the questions "does
+        this F still fit?" and "is the bound met?". A float stands for the decimal number that it prints.
+Raises  `ZbfxError` for less than one microbatch; `InvalidSchedule` for orders that name other ranks or actions.
+Source  ours.
 """
 
 from __future__ import annotations
@@ -18,11 +21,11 @@ F, B, W, BW = range(4)  # the kind part of a code
 KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
 KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}
 
-Source = tuple[int, int]  # (group whose output is needed, ticks that it travels)
+Dependency = tuple[int, int]  # (group whose output is needed, ticks that it travels)
 
 
 def exact(value: Number) -> Fraction:
-    """0.1 means one tenth, not the binary number next to it."""
+    """The number as a fraction. The float 0.1 is one tenth, not the binary number next to it."""
     return Fraction(repr(float(value))) if isinstance(value, float) else Fraction(value)
 
 
@@ -42,9 +45,9 @@ def _scaled(columns: Sequence[Sequence[Number]]) -> tuple[list[list[int]], int]:
 class Instance:
     """One planning problem in integers; `S` stages, `m` microbatches, `p` ranks.
 
-    The group of an action is `kind * S + stage` and its code `group * m + microbatch`. `ticks[group]` is how long
-    it takes, `grows[group]` what it adds to its rank's memory, `sources[group]` whose outputs it waits for and
-    `output[group]` under which group others find its result (a fused backward BW answers for its B).
+    The group of an action is `kind * S + stage`, its code `group * m + microbatch`. `ticks[group]` is how long it
+    takes, `grows[group]` what it adds to its rank's memory, `sources[group]` whose outputs it waits for. Others find
+    its result under `output[group]`: its own group, but for a fused backward BW that of its B.
     """
 
     stage_count: int
@@ -53,7 +56,7 @@ class Instance:
     placement: tuple[int, ...]
     ticks: tuple[int, ...]
     grows: tuple[int, ...]
-    sources: tuple[tuple[Source, ...], ...]
+    sources: tuple[tuple[Dependency, ...], ...]
     output: tuple[int, ...]
     static: tuple[int, ...]  # memory units per rank, through the whole step; room for one action's transients included
     ticks_per_s: int
@@ -95,7 +98,7 @@ class Instance:
         return tuple(tuple(self.action(code) for code in order) for order in orders)
 
     def units(self, limit: Sequence[Number] | None) -> list[int] | None:
-        """A limit per rank in bytes as whole units that activations may take (rounded down, which changes nothing)."""
+        """Units that activations may take under a limit in bytes per rank. Rounding down is exact: sizes are whole."""
         if limit is None:
             return None
         return [
@@ -120,7 +123,7 @@ def instance(costs: CostTable, microbatches: int) -> Instance:
             [s.transient_bytes for s in stages],
         ]
     )
-    sources: list[list[Source]] = [[] for _ in range(4 * count)]
+    sources: list[list[Dependency]] = [[] for _ in range(4 * count)]
     for stage in range(count):
         sources[B * count + stage].append((F * count + stage, 0))
         sources[W * count + stage].append((B * count + stage, 0))

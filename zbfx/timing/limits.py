@@ -1,4 +1,10 @@
-"""Memory limits: reading what the user wrote, and the smallest limit that any schedule can meet."""
+"""Memory limits: reading what the user wrote, and the smallest limit that any schedule can meet.
+
+Takes   a cost table and a limit: bytes, text like "24GiB", one of these per rank, or a multiple like "2x".
+Gives   the limit in bytes per rank, static bytes included; the least bytes with which a rank can run.
+Raises  `ZbfxError` for what is no limit; `NoFeasibleSchedule` for a limit that no schedule meets.
+Source  section 5.4 and appendix B of the paper.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ from zbfx.timing.exact import exact
 
 BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-UNITS = BINARY | DECIMAL | {"b": 1}  # which is last, for all others end with it
+UNITS = BINARY | DECIMAL | {"b": 1}  # last, for the other units end with "b" too
 
 MemLimit = Number | str | Sequence[Number | str] | None
 FORMS = (
@@ -31,7 +37,7 @@ def one_x(costs: CostTable) -> Fraction:
     )
 
 
-def static_bytes(costs: CostTable, rank: int) -> Fraction:
+def rank_static_bytes(costs: CostTable, rank: int) -> Fraction:
     """What a rank holds through the whole step, room for the largest transient of an action included."""
     own = [costs.stages[stage] for stage in costs.stages_of(rank)]
     return sum((exact(s.static_bytes) for s in own), Fraction()) + max(exact(s.transient_bytes) for s in own)
@@ -43,7 +49,7 @@ def limit_per_rank(costs: CostTable, mem_limit: MemLimit) -> tuple[Number, ...] 
         return None
     if isinstance(mem_limit, str) and mem_limit.strip().lower().endswith("x"):
         allowed = from_text(mem_limit.strip()[:-1], mem_limit) * one_x(costs)
-        return tuple(allowed + static_bytes(costs, rank) for rank in range(costs.rank_count))
+        return tuple(allowed + rank_static_bytes(costs, rank) for rank in range(costs.rank_count))
     if isinstance(mem_limit, str | bytes) or not isinstance(mem_limit, Sequence):
         return (limit_in_bytes(mem_limit),) * costs.rank_count
     if len(mem_limit) != costs.rank_count:
@@ -64,7 +70,7 @@ def limit_in_bytes(limit: Any) -> Number:
 
 
 def from_text(number: str, text: str, unit: int = 1) -> Fraction:
-    """A number that a machine could have as its limit. Raises `ZbfxError`, which quotes the whole text."""
+    """`number` times `unit`, if that is above 0 and below 2**100. Else raises `ZbfxError`, which quotes `text`."""
     try:
         found = Fraction(number) * unit
         if 0 < found < 2**100:
@@ -77,11 +83,10 @@ def from_text(number: str, text: str, unit: int = 1) -> Fraction:
 def smallest_limit(costs: CostTable, rank: int) -> Fraction:
     """The least bytes with which `rank` can run at all.
 
-    One microbatch after the other, each backward fused, holds one M_B per stage and nothing else. It cannot be less
-    where a microbatch's forward passes all of the rank's stages before its backward returns to the first of them,
-    as in every pipeline in which each stage feeds the next.
+    One microbatch after the other, each backward fused, holds one M_B per stage and nothing else. No order holds less
+    where each stage feeds the next: a forward passes all stages of the rank before its backward returns to the first.
     """
-    return static_bytes(costs, rank) + sum(
+    return rank_static_bytes(costs, rank) + sum(
         (exact(costs.stages[s].saved_bytes) for s in costs.stages_of(rank)), Fraction()
     )
 
@@ -99,7 +104,7 @@ def require_feasible(costs: CostTable, limits: Sequence[Number] | None) -> None:
         costs.stages_of(rank), key=lambda s: exact(costs.stages[s].static_bytes) + exact(costs.stages[s].saved_bytes)
     )
     one_limit = max(least) if len(set(limits)) == 1 else least[rank]
-    throughout = static_bytes(costs, rank)
+    throughout = rank_static_bytes(costs, rank)
     room = max(exact(costs.stages[s].transient_bytes) for s in costs.stages_of(rank))
     parts = f" ({float(throughout - room):g} static, and room for {float(room):g} inside an action)" if room else ""
     raise NoFeasibleSchedule(

@@ -1,4 +1,10 @@
-"""Longest path through the actions of coded orders: the arithmetic under the simulator and the search."""
+"""Longest paths through the actions of coded orders: the arithmetic under the simulator and the search.
+
+Takes   an `Instance` and one order of codes per rank.
+Gives   the start ticks of all actions, the iteration time, the most memory that an order holds.
+Raises  nothing: orders in which ranks wait for one another for ever give paths that are not `complete`.
+Source  appendix G of the paper: what an action waits for, and the cost.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +15,16 @@ from zbfx.timing.exact import Instance
 
 
 @dataclass(frozen=True)
-class Run:
-    """Start ticks per rank and position, end ticks per output, and how far each rank came."""
+class LongestPaths:
+    """Start ticks per rank and position, how many of its actions each rank reached, and whether all were."""
 
     starts: tuple[tuple[int, ...], ...]
     reached: tuple[int, ...]
     complete: bool
 
 
-def run(problem: Instance, orders: Sequence[Sequence[int]]) -> Run:
-    """Longest path over coded orders. Ranks that wait for one another for ever are left where they stand."""
+def longest_paths(problem: Instance, orders: Sequence[Sequence[int]]) -> LongestPaths:
+    """When the actions of coded orders start. Ranks that wait for one another for ever stay where they stand."""
     m = problem.microbatches
     ticks, output = problem.ticks, problem.output
     sources = [[(group * m, lag) for group, lag in needed] for needed in problem.sources]
@@ -51,7 +57,7 @@ def run(problem: Instance, orders: Sequence[Sequence[int]]) -> Run:
                 runnable.extend(waiting.pop(produced))
         clocks[rank] = clock
     reached = tuple(map(len, starts))
-    return Run(tuple(map(tuple, starts)), reached, reached == tuple(map(len, orders)))
+    return LongestPaths(tuple(map(tuple, starts)), reached, reached == tuple(map(len, orders)))
 
 
 def iteration_ticks(problem: Instance, orders: Sequence[Sequence[int]], starts: Sequence[Sequence[int]]) -> int:

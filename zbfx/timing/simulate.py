@@ -1,8 +1,10 @@
 """The one simulator: when every action of a schedule runs, and what each rank holds meanwhile.
 
-An action starts as soon as its rank has finished the action before it and every value that it needs has arrived
-(the paper's constraints (formula:Fdep) to (formula:ScheduleDep), appendix G). Sending takes time on the edge, none on
-the rank. This is a longest path through the graph of actions, found in one sweep.
+Takes   a cost table, a number of microbatches, an order of actions per rank.
+Gives   a `Timeline`. An action starts as soon as its rank has finished the action before it and every value that it
+        needs has arrived. Sending takes time on the edge, none on the rank.
+Raises  `InvalidSchedule` for orders that cannot run to their end.
+Source  appendix G of the paper, constraints (formula:Fdep) to (formula:ScheduleDep).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from zbfx.errors import InvalidSchedule
 from zbfx.plan import Action, CostTable, Span
 from zbfx.timing.deadlock import describe_deadlock
 from zbfx.timing.exact import Instance, instance
-from zbfx.timing.longest_path import iteration_ticks, run
+from zbfx.timing.longest_path import iteration_ticks, longest_paths
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Timeline:
 def timeline(costs: CostTable, problem: Instance, ranks: Sequence[Sequence[Action]]) -> Timeline | None:
     """The timed schedule, or None if some ranks wait for one another for ever."""
     orders = problem.encode(ranks)
-    result = run(problem, orders)
+    result = longest_paths(problem, orders)
     if not result.complete:
         return None
     m, ticks, grows, scale = problem.microbatches, problem.ticks, problem.grows, problem.ticks_per_s

@@ -1,4 +1,10 @@
-"""When actions run on a device with two streams: a W beside a B, each slower than alone, both sooner than in turn."""
+"""When actions run on a device with two streams: a W beside a B, each slower than alone, both sooner than in turn.
+
+Takes   a cost table and an `Arrangement` per rank: its order, and the B beside which each paired W runs.
+Gives   spans, the iteration time that follows from them, the most bytes that a rank holds.
+Raises  nothing: orders are checked before.
+Source  ours.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +25,12 @@ class Arrangement:
 
 
 def iteration_s(ranks: Sequence[Sequence[Span]]) -> float:
-    """As of `Schedule.iteration_s`; a rank's spans are in the order of their starts."""
+    """The longest rank's time from its first start to its last end. The spans of a rank are sorted by start."""
     return max((max(span.end_s for span in spans) - spans[0].start_s for spans in ranks if spans), default=0.0)
 
 
 def peak_bytes(order: Sequence[Action], costs: CostTable, pairs: Pairs) -> Number:
-    """The most that a rank holds, where each paired W lets go of what it reads once its B has ended."""
+    """The most that a rank holds. A paired W releases what it reads when the B beside it has ended."""
     held: Number = sum(costs.stages[stage].static_bytes for stage in {action.stage for action in order})
     guests = {host: guest for guest, host in pairs.items()}
     peak = held
@@ -43,8 +49,7 @@ def peak_bytes(order: Sequence[Action], costs: CostTable, pairs: Pairs) -> Numbe
 
 
 def shared_s(guest: Action, host: Action, costs: CostTable) -> float:
-    """Seconds that a W adds to the B that it runs beside from its start to its end: its own where that was not
-    measured."""
+    """Seconds that a W adds to a B that it runs beside from start to end. Without measurements these are its own."""
 
     def gain_s(stage: int) -> float:
         cost = costs.stages[stage]
@@ -56,8 +61,8 @@ def shared_s(guest: Action, host: Action, costs: CostTable) -> float:
 
 
 def expected(costs: CostTable, ranks: Sequence[Arrangement]) -> tuple[tuple[Span, ...], ...]:
-    """When every action runs, each rank's in the order of their starts. A paired W starts when its rank would start the
-    B: while that still waits for its input, the W has the device to itself."""
+    """When every action runs; the spans of a rank are sorted by start. A paired W starts as soon as its rank is free,
+    and has the device to itself while its B waits for input."""
     guests = {host: guest for rank in ranks for guest, host in rank.pairs.items()}
     needed = {(kind, stage): sources_of(kind, stage, costs) for kind in Kind for stage in range(len(costs.stages))}
     ends: dict[Action, float] = {}
@@ -93,7 +98,7 @@ def expected(costs: CostTable, ranks: Sequence[Arrangement]) -> tuple[tuple[Span
 
 
 def as_they_run(schedule: Timetable) -> tuple[tuple[Span, ...], ...]:
-    """When the actions of a schedule run, with Ws beside Bs: its `spans` where there are none."""
+    """When the actions of a schedule run, Ws beside Bs included. Without these: its `spans`."""
     if not schedule.beside:
         return schedule.spans
     guests = dict(schedule.beside)

@@ -1,5 +1,10 @@
 """A lower bound by contradiction: assume a schedule costs at most C, shrink each action's possible times to nothing.
 
+Takes   a `LinearPipeline`, a bound, the cost of a schedule, a deadline.
+Gives   the largest refuted cost plus one; the windows of all actions in schedules of a cost.
+Raises  nothing; None where the problem is too large for this bound.
+Source  ours.
+
 The argument. Stage i's first action is F0 at a fixed time h_i, so cost at most C means that everything on its rank lies
 in [h_i, h_i + C]. Every action therefore has an earliest start and a latest end (its window), and two kinds of step
 shrink windows without losing any schedule of cost at most C:
@@ -13,8 +18,8 @@ shrink windows without losing any schedule of cost at most C:
    others give each action's new window.
 
 If a window or a rank's final state becomes empty, no schedule costs C or less. This holds whatever the other ranks do,
-so it contains the head and tail arguments of `bounds.head_tail_bound`; repeated until nothing changes, it also sees how
-one rank's lateness bears on the next.
+so it contains the arguments of `head_tail_bound`. Repeated until nothing changes, it also sees how one rank's lateness
+bears on the next.
 """
 
 from __future__ import annotations
@@ -26,12 +31,12 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from zbfx.schedule.bounds.chain import Chain
+from zbfx.schedule.bounds.linear import LinearPipeline
 
 Ints = NDArray[np.int64]
 
-NEVER = 1 << 62
-MOST_TICKS = 1 << 60  # sums of two times must stay below NEVER
+UNREACHED = 1 << 62
+MOST_TICKS = 1 << 60  # sums of two times must stay below UNREACHED
 MOST_STATES = 1_500_000
 
 
@@ -43,7 +48,7 @@ class Windows:
     latest: Ints
 
 
-def state_count(pipe: Chain) -> int:
+def state_count(pipe: LinearPipeline) -> int:
     """About how many states there are, without listing them."""
     per_stage = (
         sum(pipe.most_pending(i, flying) + 1 for flying in range(pipe.most_in_flight(i) + 1)) for i in pipe.stages
@@ -55,13 +60,13 @@ class Propagation:
     """The states of every rank, as arrays over all ranks at once, sorted by how many actions they have behind them."""
 
     @classmethod
-    def of(cls, pipe: Chain, most_ticks: int) -> Propagation | None:
+    def of(cls, pipe: LinearPipeline, most_ticks: int) -> Propagation | None:
         """None where the problem is too large for this bound."""
         if most_ticks > MOST_TICKS or state_count(pipe) > MOST_STATES:
             return None
         return cls(pipe)
 
-    def __init__(self, pipe: Chain) -> None:
+    def __init__(self, pipe: LinearPipeline) -> None:
         self.pipe = pipe
         m, p = pipe.microbatches, len(pipe.stages)
         self.ticks: Ints = np.array([pipe.forward, pipe.backward, pipe.weight], dtype=np.int64)
@@ -112,8 +117,8 @@ class Propagation:
     def windows(self, cost: int, deadline_s: float = inf) -> Windows | None:
         """Windows of all actions in schedules that cost at most `cost` ticks; None proves that there are none."""
         m, p = self.pipe.microbatches, len(self.pipe.stages)
-        earliest = np.full(3 * p * m + 1, NEVER, dtype=np.int64)
-        latest = np.full(3 * p * m + 1, -NEVER, dtype=np.int64)
+        earliest = np.full(3 * p * m + 1, UNREACHED, dtype=np.int64)
+        latest = np.full(3 * p * m + 1, -UNREACHED, dtype=np.int64)
         early, late = earliest[:-1].reshape(3, p, m), latest[:-1].reshape(3, p, m)
         early[:], late[:] = self.begin[:, None], self.begin[:, None] + cost
         while True:
@@ -155,33 +160,33 @@ class Propagation:
     def _on_ranks(self, earliest: Ints, latest: Ints, cost: int) -> bool:
         """Step 2, in place; False if some rank has no order left."""
         count = len(self.step_ticks[0])
-        reached = np.full(count + 1, NEVER, dtype=np.int64)
+        reached = np.full(count + 1, UNREACHED, dtype=np.int64)
         reached[self.initial] = self.begin
         for low, high in zip(self.wave[1:-1], self.wave[2:], strict=True):
-            first = np.full(high - low, NEVER, dtype=np.int64)
+            first = np.full(high - low, UNREACHED, dtype=np.int64)
             for kind in range(3):
                 action = self.entered_by[kind][low:high]
                 end = (
                     np.maximum(reached[self.before[kind][low:high]], earliest[action]) + self.step_ticks[kind][low:high]
                 )
-                end[end > latest[action]] = NEVER
+                end[end > latest[action]] = UNREACHED
                 np.minimum(first, end, out=first)
             reached[low:high] = first
-        if (reached[self.final] >= NEVER).any():
+        if (reached[self.final] >= UNREACHED).any():
             return False
-        left = np.full(count + 1, -NEVER, dtype=np.int64)
+        left = np.full(count + 1, -UNREACHED, dtype=np.int64)
         left[self.final] = self.begin + cost
         for low, high in reversed(list(zip(self.wave[:-2], self.wave[1:-1], strict=True))):
-            last = np.full(high - low, -NEVER, dtype=np.int64)
+            last = np.full(high - low, -UNREACHED, dtype=np.int64)
             for kind in range(3):
                 action = self.left_by[kind][low:high]
                 start = np.minimum(left[self.after[kind][low:high]], latest[action]) - self.step_ticks[kind][low:high]
-                start[start < earliest[action]] = -NEVER
+                start[start < earliest[action]] = -UNREACHED
                 np.maximum(last, start, out=last)
-            last[last < reached[low:high]] = -NEVER
+            last[last < reached[low:high]] = -UNREACHED
             left[low:high] = last
-        starts = np.full_like(earliest, NEVER)
-        ends = np.full_like(latest, -NEVER)
+        starts = np.full_like(earliest, UNREACHED)
+        ends = np.full_like(latest, -UNREACHED)
         for kind in range(3):
             action = self.left_by[kind]
             start = np.maximum(reached[:-1], earliest[action])
@@ -189,7 +194,7 @@ class Propagation:
             possible = start + self.step_ticks[kind] <= end
             np.minimum.at(starts, action[possible], start[possible])
             np.maximum.at(ends, action[possible], end[possible])
-        if (starts[:-1] >= NEVER).any():
+        if (starts[:-1] >= UNREACHED).any():
             return False
         np.maximum(earliest[:-1], starts[:-1], out=earliest[:-1])
         np.minimum(latest[:-1], ends[:-1], out=latest[:-1])

@@ -1,7 +1,10 @@
-"""Solves one integer program in a process of its own: JSON on stdin, JSON on stdout. Run as a script by `solver.py`.
+"""Solves one integer program in a process of its own. `solver.py` runs this file as a script.
 
-Knows nothing of schedules and imports nothing of zbfx, so that a solver that crashes, hangs or exhausts memory takes
-only this process with it.
+Takes   a program as JSON on stdin.
+Gives   the solver's status, values and bound as JSON on stdout.
+Raises  whatever the solver raises. This file imports nothing of zbfx: a solver that crashes, hangs or exhausts memory
+        takes only this process with it.
+Source  python-mip.
 """
 
 from __future__ import annotations
@@ -13,10 +16,10 @@ import sys
 import time
 from typing import Any
 
-GRACE_S = 5  # a solver that ignores its limit, in a process whose parent died, is ended by the alarm
+OVERTIME_S = 5  # a solver that ignores its limit, in a process whose parent died, is ended by the alarm
 
 
-def solve(program: dict[str, Any]) -> dict[str, Any]:
+def minimized(program: dict[str, Any]) -> dict[str, Any]:
     """Minimise column 0. Returns the solver's status, its values and its lower bound; nothing of it is checked here."""
     import mip
 
@@ -45,15 +48,15 @@ def solve(program: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def serve() -> None:
     # Solvers print to file descriptor 1; the answer keeps the real one to itself.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     program = json.load(sys.stdin)
-    signal.alarm(max(0, int(program["until_s"] - time.time())) + GRACE_S)
-    json.dump(solve(program), answer)
+    signal.alarm(max(0, int(program["until_s"] - time.time())) + OVERTIME_S)
+    json.dump(minimized(program), answer)
     answer.close()
 
 
 if __name__ == "__main__":
-    main()
+    serve()

@@ -1,8 +1,11 @@
 """What must come before what in a window, if the step is to cost no more than a given number of ticks.
 
-Heads and tails (earliest starts, latest ends) follow from releases, deadlines, arcs and the work that must lie between;
-where one of two actions of a rank cannot come first any more, the other must, and that moves heads and tails again
-(immediate selection in a disjunctive problem: Carlier and Pinson, 1989). The memory limit forces orders likewise.
+Takes   a window, the most ticks, a limit per rank.
+Gives   a `Precedence`: forced orders, earliest starts (heads) and latest ends; None if no order costs so little.
+Raises  nothing.
+Source  immediate selection in a disjunctive problem (Carlier and Pinson 1989). Heads and ends follow from releases,
+        deadlines, arcs and the work that must lie between. Where one of two actions of a rank cannot come first any
+        more, the other must, and that moves heads and ends again. The memory limit forces orders likewise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Runs the integer-programming solver in a child process under a hard wall-clock limit.
+"""Runs the integer-programming solver in a child process under a hard limit of wall-clock time.
 
-Whatever the child does (crash, hang, print nonsense, fail to import python-mip), the caller gets an `Answer` or a
-`SolverFailed`. An answer is a claim: callers simulate and check what it says.
+Takes   an `IntegerProgram` and seconds.
+Gives   an `Answer`, which is a claim: callers simulate and check it.
+Raises  `SolverFailed`, and nothing else, whatever the child does: crash, hang, print nonsense, lack python-mip.
+Source  ours.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from zbfx.errors import ZbfxError
-from zbfx.schedule.integer.ilp import Program
+from zbfx.schedule.integer.formulation import IntegerProgram
 
 CHILD = (sys.executable, str(Path(__file__).with_name("mip_child.py")))
-STOP_S, SLACK = 0.2, 0.1  # a solver stops this much, and this part of its limit, before it would be ended
+STOP_S, STOP_SHARE = 0.2, 0.1  # a solver stops this much, and this part of its limit, before it would be ended
 
 
 class SolverFailed(ZbfxError):
@@ -49,13 +51,13 @@ def solvers() -> tuple[str, ...]:
     return ("HiGHS", "CBC") if find_spec("highsbox") else ("CBC",)
 
 
-def solve_with_any(program: Program, limit_s: float) -> Answer:
+def solve_with_any(program: IntegerProgram, limit_s: float) -> Answer:
     """The answer of the first solver that gives a usable one."""
     failed = SolverFailed("the integer program needs python-mip: pip install mip; the plan stays as it was")
     begun = time.perf_counter()
     for solver in solvers():
         try:
-            return solve(program, limit_s - (time.perf_counter() - begun), solver=solver)
+            return solve_in_child(program, limit_s - (time.perf_counter() - begun), solver=solver)
         except SolverFailed as failure:
             failed = failure
         if time.perf_counter() - begun > limit_s - STOP_S:
@@ -63,8 +65,8 @@ def solve_with_any(program: Program, limit_s: float) -> Answer:
     raise failed
 
 
-def solve(
-    program: Program, limit_s: float, *, solver: str = "CBC", seed: int = 0, command: Sequence[str] = CHILD
+def solve_in_child(
+    program: IntegerProgram, limit_s: float, *, solver: str = "CBC", seed: int = 0, command: Sequence[str] = CHILD
 ) -> Answer:
     """Solve `program` within `limit_s` seconds of wall clock. Raises SolverFailed when there is no usable answer."""
     begun = time.perf_counter()
@@ -74,7 +76,7 @@ def solve(
         "first_binary": program.first_binary,
         "start": program.start,
         "rows": [(row.columns, row.coefficients, row.bound) for row in program.rows],
-        "until_s": time.time() + (1 - SLACK) * limit_s - STOP_S,
+        "until_s": time.time() + (1 - STOP_SHARE) * limit_s - STOP_S,
         "solver": solver,
         "seed": seed,
     }

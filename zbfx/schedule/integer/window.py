@@ -1,8 +1,11 @@
 """A part of a schedule whose order is free, cut out so that the rest acts on it only through numbers.
 
-A window takes a stretch of every rank's order. What runs before it gives each action a release time and each rank the
-memory it holds; what runs after it gives, per action and rank, the ticks from the action's end to the end of that
-rank's step. The window that takes everything is the whole problem.
+Takes   timed orders of all ranks, and which stretch of the actions by start is free.
+Gives   a `Window`. What runs before it gives each action a release time and each rank the memory it holds. What runs
+        after it gives, per action and rank, the ticks from the action's end to the end of that rank's step. The window
+        that takes everything is the whole problem.
+Raises  nothing.
+Source  ours.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
 from zbfx.timing.exact import BW, B, Instance
-from zbfx.timing.longest_path import run
+from zbfx.timing.longest_path import longest_paths
 
 Arc = tuple[int, int, int]  # (a, b, lag): b starts no earlier than `lag` ticks after the end of a
 
@@ -35,7 +38,7 @@ class TimedOrders:
     def of(cls, problem: Instance, orders: Sequence[Sequence[int]]) -> TimedOrders:
         """`orders` in codes; they were checked before and run to their end."""
         m = problem.microbatches
-        begun = run(problem, orders).starts
+        begun = longest_paths(problem, orders).starts
         codes = [code for order in orders for code in order]
         ranks = [rank for rank, order in enumerate(orders) for _ in order]
         starts = [start for row in begun for start in row]

@@ -1,4 +1,10 @@
-"""Schedules made by hand: GPipe, 1F1B, and the paper's ZB-H1 and ZB-H2 (section 2), for one stage per rank."""
+"""GPipe, 1F1B, and the paper's ZB-H1 and ZB-H2.
+
+Takes   a cost table, of which only the placement counts here, and a number of microbatches.
+Gives   an order of actions per rank.
+Raises  `ZbfxError` for a placement that the schedule does not stand for: all but GPipe put stage i on rank i.
+Source  ZB-H1 and ZB-H2: section 2 of the paper. GPipe: Huang et al. 2019. 1F1B: Harlap et al. 2018.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +13,11 @@ from collections.abc import Sequence
 from zbfx.errors import ZbfxError
 from zbfx.plan import Action, CostTable, Kind
 
-Ranks = tuple[tuple[Action, ...], ...]
+Orders = tuple[tuple[Action, ...], ...]
 
 
-def gpipe(costs: CostTable, microbatches: int) -> Ranks:
-    """All forwards, then all backwards; works for every placement."""
+def gpipe(costs: CostTable, microbatches: int) -> Orders:
+    """All forwards, then all backwards, for every placement."""
     ranks = []
     for rank in range(costs.rank_count):
         stages = costs.stages_of(rank)
@@ -30,11 +36,11 @@ def require_linear(name: str, costs: CostTable) -> None:
 
 
 def place(expected: Sequence[int]) -> str:
-    """The way out for a cost table with another placement."""
+    """What to do about a cost table with another placement."""
     return f"Set the field placement of the cost table to {list(expected)}"
 
 
-def one_f_one_b(costs: CostTable, microbatches: int) -> Ranks:
+def one_f_one_b(costs: CostTable, microbatches: int) -> Orders:
     """1F1B: stage i warms up with p - i Fs, then alternates BW and F. The gradient leaves after the fused backward."""
     require_linear("1f1b", costs)
     stages, m = len(costs.stages), microbatches
@@ -67,14 +73,14 @@ def delayed_w(stage: int, microbatches: int, warm_up: int, delay: int) -> tuple[
     return tuple(order)
 
 
-def zb_h1(costs: CostTable, microbatches: int) -> Ranks:
+def zb_h1(costs: CostTable, microbatches: int) -> Orders:
     """ZB-H1 (section 2.1): 1F1B's warm-up, and stage i's Ws i Bs late."""
     require_linear("zb-h1", costs)
     stages = len(costs.stages)
     return tuple(delayed_w(i, microbatches, stages - i, i) for i in range(stages))
 
 
-def zb_h2(costs: CostTable, microbatches: int) -> Ranks:
+def zb_h2(costs: CostTable, microbatches: int) -> Orders:
     """ZB-H2 (section 2.2): 2(p - i) - 1 Fs of warm-up, and stage i's Ws 2i Bs late."""
     require_linear("zb-h2", costs)
     stages = len(costs.stages)

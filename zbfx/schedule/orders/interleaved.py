@@ -1,10 +1,16 @@
-"""Interleaved 1F1B (Narayanan et al. 2021, section 2.2) in Megatron-LM's order, for the looped placement."""
+"""Interleaved 1F1B, for the looped placement.
+
+Takes   a cost table, of which only the placement counts here, and a number of microbatches.
+Gives   an order of actions per rank, with fused backwards.
+Raises  `ZbfxError` for another placement.
+Source  Narayanan et al. 2021, section 2.2, in Megatron-LM's order.
+"""
 
 from __future__ import annotations
 
 from zbfx.errors import ZbfxError
 from zbfx.plan import Action, CostTable, Kind
-from zbfx.schedule.orders.handmade import Ranks
+from zbfx.schedule.orders.handmade import Orders
 
 
 def looped_placement(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
@@ -12,8 +18,8 @@ def looped_placement(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     return tuple(range(ranks)) * stages_per_rank
 
 
-def interleaved_1f1b(costs: CostTable, microbatches: int) -> Ranks:
-    """Microbatches go in groups of p through one stage of a rank after the other; 1F1B over these virtual microbatches.
+def interleaved_1f1b(costs: CostTable, microbatches: int) -> Orders:
+    """1F1B over virtual microbatches: groups of p microbatches go through one stage of a rank, then through the next.
 
     Rank r warms up with 2(p - r - 1) + (v - 1) p Fs. Backwards are fused, as in Megatron-LM. A last group that is not
     full is cut out of a full one, which keeps the order free of deadlock.

@@ -1,4 +1,10 @@
-"""Schedules by name. A generator takes (costs, microbatches) and returns one order of actions per rank."""
+"""Schedules by name: generators of orders, and schedules that are searched for.
+
+Takes   a name; `register` also a generator `(costs, microbatches) -> orders`.
+Gives   the generator, or a `Searched` with the limit and placement that the name stands for.
+Raises  `ZbfxError` where a generator would replace a searched schedule.
+Source  sections 2, 3 and 6 of the paper for its own schedules.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +13,27 @@ from dataclasses import dataclass
 
 from zbfx.errors import ZbfxError
 from zbfx.plan import CostTable
-from zbfx.schedule.orders.handmade import Ranks, gpipe, one_f_one_b, require_linear, zb_h1, zb_h2
+from zbfx.schedule.orders.handmade import Orders, gpipe, one_f_one_b, require_linear, zb_h1, zb_h2
 from zbfx.schedule.orders.interleaved import interleaved_1f1b
 from zbfx.schedule.orders.vshape import require_v, v_half, v_min, zb_v
 
-Generator = Callable[[CostTable, int], Ranks]
+Generator = Callable[[CostTable, int], Orders]
 
 
 @dataclass(frozen=True)
 class Searched:
     """A schedule that is searched for under a limit of its own.
 
-    `require_placement` refuses placements that it does not mean;
-    `program_share`: the part of the time that integer programs get where the search does not meet its bound.
+    `require_placement` raises for a placement that the name does not stand for. Integer programs get `program_share`
+    of the time; of a large problem they get `large_program_share`, for they help little there. `compares`: the
+    schedules of all generators are compared, also where the search meets its bound without them.
     """
 
     mem_limit: str | None
     require_placement: Callable[[str, CostTable], None]
     program_share: float = 0.5
+    large_program_share: float = 0.1
+    compares: bool = False
 
 
 def any_placement(name: str, costs: CostTable) -> None:
@@ -46,8 +55,8 @@ SEARCHED: dict[str, Searched] = {
     "zb-1p": Searched("1x", require_linear),
     "zb-2p": Searched("2x", require_linear),
     "zb-v": Searched("1x", require_v),
-    "ilp": Searched(None, any_placement, program_share=0.9),
-    "auto": Searched(None, any_placement),
+    "ilp": Searched(None, any_placement, program_share=0.9, large_program_share=0.9),
+    "auto": Searched(None, any_placement, compares=True),
 }
 
 

@@ -1,12 +1,18 @@
-"""Schedules for the V placement: two stages per rank, down the ranks and back up (section 6)."""
+"""Schedules for the V placement: two stages per rank, down the ranks and back up.
+
+Takes   a cost table, of which only the placement counts here, and a number of microbatches.
+Gives   an order of actions per rank.
+Raises  `ZbfxError` for another placement.
+Source  ZB-V: section 6 of the paper. V-Half and V-Min: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory".
+"""
 
 from __future__ import annotations
 
 from zbfx.errors import ZbfxError
 from zbfx.plan import Action, CostTable, Kind
-from zbfx.schedule.orders.handmade import Ranks, place
+from zbfx.schedule.orders.handmade import Orders, place
 
-KIND_ORDER = (Kind.B, Kind.F, Kind.W)  # which goes first where a block meets another at the same time
+KIND_ORDER = (Kind.B, Kind.F, Kind.W)  # which goes first where two blocks have actions at one time
 
 
 def v_placement(ranks: int) -> tuple[int, ...]:
@@ -26,7 +32,7 @@ def require_v(name: str, costs: CostTable) -> None:
         )
 
 
-def zb_v(costs: CostTable, microbatches: int, extra: int = 0) -> Ranks:
+def zb_v(costs: CostTable, microbatches: int, extra: int = 0) -> Orders:
     """The paper's order for equal times (section 6): zero bubble at 1F1B's memory.
 
     Rank i warms up with 2(p - i) - 1 Fs of its first stage and i pairs of second-stage and first-stage F; p - i rounds
@@ -75,21 +81,21 @@ def _zb_v_rank(p: int, rank: int, microbatches: int, extra: int) -> list[Action]
     return order
 
 
-def v_half(costs: CostTable, microbatches: int) -> Ranks:
-    """V-Half (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"): about half of 1F1B's memory."""
+def v_half(costs: CostTable, microbatches: int) -> Orders:
+    """V-Half (Qi et al. 2024): about half of 1F1B's memory."""
     require_v("v-half", costs)
     return _repeated_block(costs.rank_count, microbatches, (2, 1, 2, 1))
 
 
-def v_min(costs: CostTable, microbatches: int) -> Ranks:
-    """V-Min (same paper): about a third of 1F1B's memory, the least with F and B never waiting."""
+def v_min(costs: CostTable, microbatches: int) -> Orders:
+    """V-Min (Qi et al. 2024): about a third of 1F1B's memory, the least with F and B never waiting."""
     require_v("v-min", costs)
     p = costs.rank_count
     # Without a wait, blocks of consecutive microbatches collide on ranks when 3 divides p.
     return _repeated_block(p, microbatches, (1, 1, 1, 1), wait=0 if p % 3 else 2)
 
 
-def _repeated_block(p: int, microbatches: int, offsets: tuple[int, int, int, int], wait: int = 0) -> Ranks:
+def _repeated_block(p: int, microbatches: int, offsets: tuple[int, int, int, int], wait: int = 0) -> Orders:
     """Repeat one microbatch's building block every 6 units of time and let each rank run its actions in that order.
 
     In the block every action takes one unit. `offsets`: units from rank to neighbouring rank for F down the ranks, F

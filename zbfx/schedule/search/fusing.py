@@ -1,4 +1,10 @@
-"""Where splitting a backward does not pay: stages whose B and W run fused as BW."""
+"""Where splitting a backward does not pay: stages whose B and W run fused as BW.
+
+Takes   an `Instance`, coded orders, stages.
+Gives   orders with fused backwards, or without any (`unfuse`), and what orders cost.
+Raises  nothing.
+Source  ours.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +12,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from zbfx.plan import CostTable, StageCost
-from zbfx.schedule.search.listing import Listed
+from zbfx.schedule.search.list_scheduling import Listed
 from zbfx.timing.exact import BW, B, Instance, W, exact
-from zbfx.timing.longest_path import iteration_ticks, peak_units, run
+from zbfx.timing.longest_path import iteration_ticks, longest_paths, peak_units
 
 
 def savings(problem: Instance) -> dict[int, int]:
@@ -49,11 +55,23 @@ def fuse(problem: Instance, orders: Sequence[Sequence[int]], stages: Collection[
     return [replaced(order) for order in orders]
 
 
+def unfuse(problem: Instance, order: Sequence[int]) -> list[int]:
+    """Every BW as B and W back to back."""
+    count, m = problem.stage_count, problem.microbatches
+    codes = []
+    for code in order:
+        if code >= BW * count * m:
+            codes += [code - (BW - B) * count * m, code - (BW - W) * count * m]
+        else:
+            codes.append(code)
+    return codes
+
+
 def evaluated(problem: Instance, orders: Sequence[Sequence[int]], limits: Sequence[int] | None) -> Listed | None:
     """The orders with their cost, or None if they deadlock or exceed the limits."""
     if limits is not None and any(peak_units(problem, o) > limit for o, limit in zip(orders, limits, strict=True)):
         return None
-    result = run(problem, orders)
+    result = longest_paths(problem, orders)
     if not result.complete:
         return None
     return Listed(iteration_ticks(problem, orders, result.starts), tuple(map(tuple, orders)))

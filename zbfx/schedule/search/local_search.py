@@ -1,10 +1,14 @@
 """Tabu search on the order of every rank, in the manner of job-shop scheduling.
 
-Within a kind and stage microbatches run in order, so a rank's order is a word of groups (see `exact.Instance`). The
-cost is a longest path; only a change on it can help. A move takes one letter of a block of the path, a run of letters
-on one rank, to another place in that block. Its effect is estimated from the longest paths into and out of every
-action, in time proportional to the stretch that changes. Moves that promise a gain in different blocks are made
-together; if that disappoints, the best move alone whose result was not visited lately.
+Takes   an `Instance`, a limit per rank, a schedule to start from.
+Gives   a schedule that costs no more. Microbatches run in order within a kind and stage, so a rank's order is a word
+        whose letters are groups (see `exact.Instance`). The cost is a longest path, and only a change on it can help. A
+        move takes one letter of a block of the path, a run of letters on one rank, to another place in that block. The
+        longest paths into and out of every action estimate its effect, in time proportional to the stretch that
+        changes. Moves that promise a gain in different blocks are made together. If that disappoints, the best move is
+        made alone, of those whose result was not visited lately.
+Raises  nothing.
+Source  tabu search for job-shop scheduling, with moves inside blocks (Nowicki and Smutnicki 1996).
 """
 
 from __future__ import annotations
@@ -16,12 +20,12 @@ from itertools import pairwise
 from random import Random
 from time import perf_counter
 
-from zbfx.schedule.search.listing import Listed
+from zbfx.schedule.search.list_scheduling import Listed
 from zbfx.timing.exact import Instance
 
 MOST_MOVES_PER_BLOCK = 60
 PATIENCE = 150  # moves without a better schedule before the search returns to the best one
-KICKS = (2, 4, 8, 16)  # random swaps after a return
+KICKS = (2, 4, 8, 16)  # random swaps when it returns
 
 Links = list[tuple[tuple[int, int], ...]]  # per code: (other code, lag)
 
@@ -39,7 +43,7 @@ class Move:
 
 
 @dataclass
-class State:
+class Solution:
     """One set of orders with the longest path into every action."""
 
     orders: list[list[int]]
@@ -58,6 +62,8 @@ def _reversed(needs: Links) -> Links:
 
 
 class LocalSearch:
+    """Tabu search on one problem. Its random numbers and what it visited go on from call to call."""
+
     def __init__(self, problem: Instance, limits: Sequence[int] | None, seed: int) -> None:
         self.problem, self.limits, self.random = problem, limits, Random(seed)
         count, m = problem.stage_count, problem.microbatches
@@ -82,24 +88,24 @@ class LocalSearch:
 
     def improve(self, start: Listed, target: int, deadline_s: float, steps: int) -> Listed:
         """The best schedule in `steps` moves from `start`; stops at cost `target` or `deadline_s` (perf_counter)."""
-        state = self._evaluate([list(order) for order in start.orders])
-        assert state is not None
+        solution = self._evaluate([list(order) for order in start.orders])
+        assert solution is not None
         best, stale = start, 0
         self.visited.clear()
         for step in range(steps):
             if best.cost <= target or perf_counter() > deadline_s:
                 break
-            following = self._step(state, best.cost, step)
+            following = self._step(solution, best.cost, step)
             stale += 1
             if following is None or stale > PATIENCE:
-                state, stale = self._kicked(best), 0
+                solution, stale = self._kicked(best), 0
                 continue
-            state = following
-            if state.cost < best.cost:
-                best, stale = Listed(state.cost, tuple(map(tuple, state.orders))), 0
+            solution = following
+            if solution.cost < best.cost:
+                best, stale = Listed(solution.cost, tuple(map(tuple, solution.orders))), 0
         return best
 
-    def _evaluate(self, orders: list[list[int]], base: State | None = None, since: int = 0) -> State | None:
+    def _evaluate(self, orders: list[list[int]], base: Solution | None = None, since: int = 0) -> Solution | None:
         """Longest paths into every action; None if the orders deadlock. What starts before `since` is as in `base`."""
         ticks, needs = self.ticks, self.needs
         if base is None:
@@ -143,23 +149,23 @@ class LocalSearch:
         fresh.sort(key=lambda code: ends[code] - ticks[code])
         begun = [ends[order[0]] - ticks[order[0]] for order in orders]
         cost = max(clock - first for clock, first in zip(clocks, begun, strict=True))
-        return State(orders, ends, kept + fresh, begun, cost)
+        return Solution(orders, ends, kept + fresh, begun, cost)
 
-    def _first_at(self, state: State, codes: list[int], time: int) -> int:
+    def _first_at(self, solution: Solution, codes: list[int], time: int) -> int:
         """Position of the first of `codes`, sorted by start, that starts at `time` or later."""
-        ends, ticks = state.ends, self.ticks
+        ends, ticks = solution.ends, self.ticks
         return bisect_left(codes, time, key=lambda code: ends[code] - ticks[code])
 
-    def _tails(self, state: State) -> list[int]:
+    def _tails(self, solution: Solution) -> list[int]:
         """Longest paths out of every action, itself excluded, to the end of the rank that finishes last."""
         ticks, feeds = self.ticks, self.feeds
         tails = [0] * len(ticks)
         following = [-1] * len(ticks)
-        for order, first in zip(state.orders, state.begun, strict=True):
+        for order, first in zip(solution.orders, solution.begun, strict=True):
             for code, after in pairwise(order):
                 following[code] = after
             tails[order[-1]] = -first
-        for code in reversed(state.swept):
+        for code in reversed(solution.swept):
             after = following[code]
             longest = tails[after] + ticks[after] if after >= 0 else tails[code]
             for fed, lag in feeds[code]:
@@ -169,15 +175,15 @@ class LocalSearch:
             tails[code] = longest
         return tails
 
-    def _critical_blocks(self, state: State) -> list[tuple[int, int, int]]:
+    def _critical_blocks(self, solution: Solution) -> list[tuple[int, int, int]]:
         """One longest path, from its end: (rank, first position, last position) of its stretches."""
-        ends, ticks = state.ends, self.ticks
-        spans = [ends[order[-1]] - first for order, first in zip(state.orders, state.begun, strict=True)]
-        rank = self.random.choice([rank for rank, span in enumerate(spans) if span == state.cost])
-        position = high = len(state.orders[rank]) - 1
+        ends, ticks = solution.ends, self.ticks
+        spans = [ends[order[-1]] - first for order, first in zip(solution.orders, solution.begun, strict=True)]
+        rank = self.random.choice([rank for rank, span in enumerate(spans) if span == solution.cost])
+        position = high = len(solution.orders[rank]) - 1
         blocks = []
         while True:
-            order = state.orders[rank]
+            order = solution.orders[rank]
             code = order[position]
             start = ends[code] - ticks[code]
             sources = [source for source, lag in self.remote_needs[code] if ends[source] + lag == start]
@@ -190,8 +196,8 @@ class LocalSearch:
                 return blocks
             code = self.random.choice(sources)
             rank = self.rank_of[code]
-            order = state.orders[rank]
-            position = order.index(code, self._first_at(state, order, ends[code] - ticks[code]))
+            order = solution.orders[rank]
+            position = order.index(code, self._first_at(solution, order, ends[code] - ticks[code]))
             high = position
 
     def _stretch(self, order: list[int], rank: int, low: int, groups: list[int]) -> tuple[int, ...] | None:
@@ -216,11 +222,11 @@ class LocalSearch:
             done[group] = index + 1
         return tuple(codes)
 
-    def _moves(self, state: State, block: tuple[int, int, int]) -> Iterator[Move]:
+    def _moves(self, solution: Solution, block: tuple[int, int, int]) -> Iterator[Move]:
         """Letters of one block exchanged with their neighbours, or taken to one of its ends."""
         rank, low, high = block
         m, last = self.problem.microbatches, high - low
-        order = state.orders[rank]
+        order = solution.orders[rank]
         word = [code // m for code in order[low : high + 1]]
         shifts = [(x, x + 1) for x in range(last)]
         shifts += [(x, last) for x in range(last - 1)] + [(x, 0) for x in range(2, last + 1)]
@@ -236,9 +242,9 @@ class LocalSearch:
                 seen.add((begin, codes))
                 yield Move(rank, low + begin, codes)
 
-    def _estimate(self, state: State, tails: list[int], move: Move) -> int:
+    def _estimate(self, solution: Solution, tails: list[int], move: Move) -> int:
         """Longest path through the changed stretch, with what lies outside it as it was."""
-        ticks, ends, order = self.ticks, state.ends, state.orders[move.rank]
+        ticks, ends, order = self.ticks, solution.ends, solution.orders[move.rank]
         clock = ends[order[move.low - 1]] if move.low else 0
         finished = []
         for code in move.codes:
@@ -248,7 +254,7 @@ class LocalSearch:
             clock += ticks[code]
             finished.append(clock)
         beyond = move.low + len(move.codes)
-        tail = tails[order[beyond]] + ticks[order[beyond]] if beyond < len(order) else -state.begun[move.rank]
+        tail = tails[order[beyond]] + ticks[order[beyond]] if beyond < len(order) else -solution.begun[move.rank]
         longest = 0
         for code, end in zip(reversed(move.codes), reversed(finished), strict=True):
             for fed, lag in self.remote_feeds[code]:
@@ -259,55 +265,56 @@ class LocalSearch:
             tail += ticks[code]
         return longest
 
-    def _step(self, state: State, best: int, clock: int) -> State | None:
-        """A neighbour of `state`, or None if all were visited lately."""
-        tails = self._tails(state)
+    def _step(self, solution: Solution, best: int, clock: int) -> Solution | None:
+        """A neighbour of `solution`, or None if all were visited lately."""
+        tails = self._tails(solution)
         ranked: list[tuple[int, float, Move]] = []
         promising: list[Move] = []
-        for block in self._critical_blocks(state):
+        for block in self._critical_blocks(solution):
             first = len(ranked)
-            for move in self._moves(state, block):
-                ranked.append((self._estimate(state, tails, move), self.random.random(), move))
+            for move in self._moves(solution, block):
+                ranked.append((self._estimate(solution, tails, move), self.random.random(), move))
             if len(ranked) > first:
                 estimate, _, move = min(ranked[first:])
-                if estimate < state.cost:
+                if estimate < solution.cost:
                     promising.append(move)
         ranked.sort()
-        together = self._apply(state, promising) if len(promising) > 1 else None
-        if together is not None and together.cost < state.cost:
+        together = self._apply(solution, promising) if len(promising) > 1 else None
+        if together is not None and together.cost < solution.cost:
             return together
         for estimate, _, move in ranked:
-            after = hash((move.rank, *move.applied(state.orders[move.rank])))
+            after = hash((move.rank, *move.applied(solution.orders[move.rank])))
             if estimate >= best and self.visited.get(after, -1) > clock:
                 continue
-            following = self._apply(state, [move])
+            following = self._apply(solution, [move])
             if following is not None:
-                self.visited[hash((move.rank, *state.orders[move.rank]))] = clock + self.random.randint(6, 14)
+                self.visited[hash((move.rank, *solution.orders[move.rank]))] = clock + self.random.randint(6, 14)
                 return following
         return None
 
-    def _apply(self, state: State, moves: list[Move]) -> State | None:
-        """The state after moves in different blocks, or None if they deadlock or no longer fit together."""
-        orders = list(state.orders)
-        since = min(state.ends[orders[move.rank][move.low]] - self.ticks[orders[move.rank][move.low]] for move in moves)
+    def _apply(self, solution: Solution, moves: list[Move]) -> Solution | None:
+        """The solution after moves in different blocks, or None if they deadlock or no longer fit together."""
+        orders = list(solution.orders)
+        firsts = [orders[move.rank][move.low] for move in moves]
+        since = min(solution.ends[code] - self.ticks[code] for code in firsts)
         for move in moves:
             orders[move.rank] = move.applied(orders[move.rank])
-            since = min(since, state.ends[state.orders[move.rank][move.low - 1]] if move.low else 0)
-        return self._evaluate(orders, state, since)
+            since = min(since, solution.ends[solution.orders[move.rank][move.low - 1]] if move.low else 0)
+        return self._evaluate(orders, solution, since)
 
-    def _kicked(self, best: Listed) -> State:
+    def _kicked(self, best: Listed) -> Solution:
         """The best schedule with a few neighbours swapped at random."""
         self.visited.clear()
-        state = self._evaluate([list(order) for order in best.orders])
-        assert state is not None
+        solution = self._evaluate([list(order) for order in best.orders])
+        assert solution is not None
         m = self.problem.microbatches
         for _ in range(self.random.choice(KICKS)):
-            rank = self.random.randrange(len(state.orders))
-            order = state.orders[rank]
+            rank = self.random.randrange(len(solution.orders))
+            order = solution.orders[rank]
             if len(order) < 3:
                 continue
             low = self.random.randrange(1, len(order) - 1)
             codes = self._stretch(order, rank, low, [order[low + 1] // m, order[low] // m])
             if codes is not None:
-                state = self._apply(state, [Move(rank, low, codes)]) or state
-        return state
+                solution = self._apply(solution, [Move(rank, low, codes)]) or solution
+        return solution

@@ -1,8 +1,11 @@
 """Improve a schedule by integer programs: free the order inside a window, keep the rest, take what is better.
 
-Windows slide over the schedule and grow when none of their size helps any more, until one takes everything and so
-decides the whole problem. Each asks for a schedule cheaper than the incumbent; many are refuted by `precedence` before
-a solver sees them. No order is believed: it is simulated and its memory summed again.
+Takes   an `Instance`, orders, a limit per rank, a lower bound, a deadline.
+Gives   orders that cost no more, and a better bound where the whole problem is decided. Windows slide over the schedule
+        and grow when none of their size helps any more, until one takes everything. Each asks for a schedule cheaper
+        than the best so far. `precedence` refutes many before a solver sees them.
+Raises  nothing; `optimum` raises `SolverFailed`. No order is believed: it is simulated and its memory summed again.
+Source  appendix G of the paper; the windows are ours.
 """
 
 from __future__ import annotations
@@ -13,16 +16,17 @@ from fractions import Fraction
 from random import Random
 from time import perf_counter
 
-from zbfx.schedule.integer.ilp import Program, formulate, starts_of
+from zbfx.schedule.integer.formulation import IntegerProgram, formulate, starts_of
 from zbfx.schedule.integer.precedence import Precedence, forced_precedence
 from zbfx.schedule.integer.solver import Answer, SolverFailed, solve_with_any, solvers
 from zbfx.schedule.integer.window import TimedOrders, open_window
-from zbfx.schedule.search.listing import Listed
-from zbfx.schedule.search.search import Search, split
+from zbfx.schedule.search.fusing import unfuse
+from zbfx.schedule.search.list_scheduling import Listed
+from zbfx.schedule.search.order_search import OrderSearch
 from zbfx.timing.exact import BW, B, Instance, W
-from zbfx.timing.longest_path import iteration_ticks, peak_units, run
+from zbfx.timing.longest_path import iteration_ticks, longest_paths, peak_units
 
-Solve = Callable[[Program, float], Answer]
+Solve = Callable[[IntegerProgram, float], Answer]
 
 FIRST_PAIRS, FIRST_LIMIT_S, GROWTH = 120, 8.0, 1.6  # open pairs of a window, seconds for it; growth per idle sweep
 LEAST_S = 0.7  # less is not worth starting a solver
@@ -133,22 +137,22 @@ class Refinement:
 
 def simulated_cost(problem: Instance, orders: Sequence[Sequence[int]], limits: Sequence[int] | None) -> int | None:
     """The paper's cost in ticks, or None if the orders deadlock or do not fit."""
-    result = run(problem, orders)
+    result = longest_paths(problem, orders)
     fits = limits is None or all(
         peak_units(problem, order) <= limit for order, limit in zip(orders, limits, strict=True)
     )
     return iteration_ticks(problem, orders, result.starts) if fits and result.complete else None
 
 
-def refine_search(search: Search, deadline_s: float) -> None:
-    """Give integer programs the time that is left of a search which did not meet its bound; keeps what is better."""
+def refine_search(search: OrderSearch, deadline_s: float) -> None:
+    """Integer programs improve a search that did not meet its bound, until `deadline_s`."""
     if search.best is None or search.cost <= search.target:
         return
     if not solvers():
         search.notes.append("integer program: not tried; it needs python-mip: pip install mip")
         return
     problem = search.problem
-    orders = tuple(tuple(split(problem, order)) for order in search.best.orders)
+    orders = tuple(tuple(unfuse(problem, order)) for order in search.best.orders)
     apart = simulated_cost(problem, orders, search.units)
     if apart is None or apart > search.cost:
         orders = search.best.orders
@@ -202,10 +206,10 @@ def optimum(
 
 
 def decides(problem: Instance, orders: Sequence[Sequence[int]]) -> bool:
-    """Whether the best order of these very actions, with each rank's step beginning as it does, is the best schedule.
+    """Whether the best order of these actions, each rank beginning when it does, is the best of all schedules.
 
-    So it is if no backward is fused nor better fused, and each rank's first action is microbatch 0's F on its first
-    stage, which then starts at the same time in every schedule.
+    It is if no backward is fused or better fused, and each rank begins with F0 of its first stage: that starts at one
+    time in all schedules.
     """
     count, p, ticks = problem.stage_count, problem.rank_count, problem.ticks
     stages = range(count)

@@ -1,4 +1,10 @@
-"""Random changes to what list scheduling was told; a change stays if the schedule gets no worse."""
+"""Random changes to what list scheduling was told; a change stays if the schedule gets no worse.
+
+Takes   a `Rule`, or orders and patience, and the schedule that list scheduling made of them.
+Gives   a schedule that costs no more.
+Raises  nothing.
+Source  ours.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,8 @@ from collections.abc import Sequence
 from random import Random
 from time import perf_counter
 
-from zbfx.schedule.search.listing import PATIENCE_UNIT, TURNS, Listed, ListScheduler, Rule
+from zbfx.schedule.search.list_scheduling import Listed, ListScheduler
+from zbfx.schedule.search.rules import PATIENCE_UNIT, Rule, Turn
 
 
 class Variation(ABC):
@@ -68,7 +75,7 @@ class RuleVariation(Variation):
             elif what == 5:
                 recycle[rank] = not recycle[rank]
             else:
-                turn[rank] = random.choice(TURNS)
+                turn[rank] = random.choice(tuple(Turn))
         return Rule(tuple(hold), tuple(cap), tuple(patience), tuple(alternate), tuple(recycle), tuple(turn))
 
 

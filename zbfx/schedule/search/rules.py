@@ -1,16 +1,50 @@
-"""Which list-scheduling rules to try, the most promising first, and how to vary one."""
+"""The rules of list scheduling, and which of them to try, the most promising first.
+
+Takes   an `Instance`, a limit per rank, and the warm-up of schedules that meet the bound, where it is known.
+Gives   `Rule`s.
+Raises  nothing.
+Source  section 3.1 of the paper, whose binary choices are fields of a `Rule` here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from itertools import chain, product
 from math import ceil
 
-from zbfx.schedule.search.listing import FEWEST, LATER, PATIENCE_UNIT, Rule
 from zbfx.timing.exact import Instance
 
-PATIENCES = (PATIENCE_UNIT, 0, 3, 2, 1)
+PATIENCE_UNIT = 4  # patience is counted in quarters
+RULE_PATIENCES = (PATIENCE_UNIT, 0, 3, 2, 1)
 FLAGS = ((False, False), (False, True), (True, False), (True, True))  # alternate, recycle
+
+
+class Turn(Enum):
+    """Which of several stages a rank serves first."""
+
+    LATER = 0  # the later stage of the model
+    FEWEST = 1  # the stage that has run fewest actions of the kind
+    EARLIER = 2
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`hold[s]`: Fs of stage s before its first B. `cap[s]`: most Fs of stage s without their B after these.
+
+    `patience[r]`: rank r starts a W only if the next arrival is at least patience/4 of that W away.
+    `alternate[r]`: after a B, rank r prefers an F to the next B. `recycle[r]`: rank r runs a W before the next B if an
+    F that has arrived lacks only memory, to keep as many microbatches in flight as `cap` says. `turn[r]`: which of rank
+    r's stages goes first when several could.
+    """
+
+    hold: tuple[int, ...]
+    cap: tuple[int, ...]
+    patience: tuple[int, ...]
+    alternate: tuple[bool, ...]
+    recycle: tuple[bool, ...]
+    turn: tuple[Turn, ...]
 
 
 def first_rules(
@@ -24,10 +58,10 @@ def first_rules(
     p = problem.rank_count
     linear = p == problem.stage_count
     shapes = _linear_shapes(problem, limits, warm_up) if linear else _folded_shapes(problem, limits)
-    turns = (LATER,) if linear else (LATER, FEWEST)
-    leading = product(FLAGS[:2], PATIENCES[:2], turns[:1], shapes[:1])
-    best_shape = product(FLAGS, PATIENCES, turns, shapes[:1])
-    grid = chain(leading, best_shape, product(FLAGS, PATIENCES, turns, shapes[1:]))
+    turns = (Turn.LATER,) if linear else (Turn.LATER, Turn.FEWEST)
+    leading = product(FLAGS[:2], RULE_PATIENCES[:2], turns[:1], shapes[:1])
+    best_shape = product(FLAGS, RULE_PATIENCES, turns, shapes[:1])
+    grid = chain(leading, best_shape, product(FLAGS, RULE_PATIENCES, turns, shapes[1:]))
     for (alternate, recycle), patience, turn, (hold, cap) in grid:
         yield Rule(hold, cap, (patience,) * p, (alternate,) * p, (recycle,) * p, (turn,) * p)
 

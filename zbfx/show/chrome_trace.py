@@ -11,7 +11,7 @@ from zbfx.timing.simulate import simulate
 MICROSECONDS_PER_SECOND = 1e6
 
 
-def trace(schedule: Timetable) -> str:
+def chrome_trace(schedule: Timetable) -> str:
     """The JSON text of a trace."""
     curves = simulate(schedule.costs, schedule.microbatches, schedule.ranks).memory
     events: list[dict[str, Any]] = []

@@ -1,4 +1,11 @@
-"""The one checker: what makes a schedule correct, whoever made it."""
+"""The one checker: what makes a schedule correct, whoever made it.
+
+Takes   a cost table, a number of microbatches, an order of actions per rank, a memory limit.
+Gives   the `Timeline` of a correct schedule.
+Raises  `InvalidSchedule`, with a picture of the ranks around the first broken rule; `OverLimit` if that rule is the
+        memory limit; `NoFeasibleSchedule` if no order at all meets the limit.
+Source  appendix G of the paper. The ascending order of Fs is ours.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +13,12 @@ from collections.abc import Sequence
 
 from zbfx.errors import InvalidSchedule, OverLimit
 from zbfx.plan import Action, CostTable, Kind
-from zbfx.timing.deadlock import grid
+from zbfx.timing.deadlock import excerpt
 from zbfx.timing.exact import Instance, instance
 from zbfx.timing.limits import MemLimit, limit_per_rank, require_feasible
 from zbfx.timing.simulate import Timeline, simulate
 
-RULES = {Kind.F: (), Kind.B: (Kind.F,), Kind.W: (Kind.B,), Kind.BW: (Kind.F,)}  # what must come first
+BEFORE = {Kind.F: (), Kind.B: (Kind.F,), Kind.W: (Kind.B,), Kind.BW: (Kind.F,)}  # of one stage and microbatch
 
 
 def check(
@@ -38,7 +45,7 @@ def check(
 def _fail(
     ranks: Sequence[Sequence[Action]], rank: int, step: int, text: str, kind: type[InvalidSchedule] = InvalidSchedule
 ) -> InvalidSchedule:
-    return kind(f"rank {rank}, step {step}: {text}\n{grid(ranks, {rank: step})}")
+    return kind(f"rank {rank}, step {step}: {text}\n{excerpt(ranks, {rank: step})}")
 
 
 def _check_order(costs: CostTable, ranks: Sequence[Sequence[Action]], rank: int, order: Sequence[Action]) -> None:
@@ -55,7 +62,7 @@ def _check_order(costs: CostTable, ranks: Sequence[Sequence[Action]], rank: int,
         done_in_parts = action.kind is Kind.BW and Action(Kind.B, stage, microbatch) in done
         if action in done or done_as_whole or done_in_parts:
             raise _fail(ranks, rank, step, f"{action} runs a second time; every F, B and W runs exactly once")
-        for kind in RULES[action.kind]:
+        for kind in BEFORE[action.kind]:
             if Action(kind, stage, microbatch) not in done:
                 raise _fail(
                     ranks, rank, step, f"{action} runs before {Action(kind, stage, microbatch)}; the order is F, B, W"

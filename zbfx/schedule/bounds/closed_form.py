@@ -1,8 +1,11 @@
 """Lower bounds on the paper's cost, in ticks: what no schedule can beat, each with its argument.
 
-`S_i = T_F + T_B + T_W` of stage i, `M` the memory limit for activations, `R_i = T_F(i) + T_B(i+1) + T_comm both ways`
-the round trip between neighbours. Stages count from 0. Microbatches of one kind and stage run in order: exchanging two
-that do not changes no time, so this loses nothing.
+Takes   an `Instance` or a `LinearPipeline`, and a limit per rank.
+Gives   the least ticks of a step: the work of a rank and the idle time that it cannot avoid.
+Raises  nothing.
+Source  ours, with the paper's symbols. `S_i = T_F + T_B + T_W` of stage i, `M` the memory limit for activations,
+        `R_i = T_F(i) + T_B(i+1) + T_comm both ways` the round trip between neighbours. Stages count from 0.
+        Microbatches of one kind and stage run in order: exchanging two of them changes no time.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from zbfx.schedule.bounds.chain import Chain
+from zbfx.schedule.bounds.linear import LinearPipeline
 from zbfx.timing.exact import B, F, Instance, W
 
 
@@ -32,7 +35,7 @@ def work_bound(problem: Instance) -> int:
     return max(work)
 
 
-def tail_idle(pipe: Chain) -> list[int]:
+def tail_idle(pipe: LinearPipeline) -> list[int]:
     """Idle ticks that stage i cannot avoid after its last F.
 
     From the end of its last F until its last W ends, stage i sees that microbatch travel to the last stage and back:
@@ -55,7 +58,7 @@ def tail_idle(pipe: Chain) -> list[int]:
     return idle[::-1]
 
 
-def head_needs(pipe: Chain) -> list[int]:
+def head_needs(pipe: LinearPipeline) -> list[int]:
     """The least time x_i from the start of stage i's first F to that of its first B: to the last stage and back."""
     needs = [pipe.forward[-1]]
     for i in reversed(pipe.stages[:-1]):
@@ -63,7 +66,7 @@ def head_needs(pipe: Chain) -> list[int]:
     return needs[::-1]
 
 
-def head_tail_bound(pipe: Chain) -> HeadTail:
+def head_tail_bound(pipe: LinearPipeline) -> HeadTail:
     """Bound (a): idle before the first B and after the last F, at every stage at once.
 
     Before stage i's first B only its Fs can run, k_i of them with k_i M_B <= M and k_i <= m. So x_i, the time from its
@@ -86,7 +89,7 @@ def head_tail_bound(pipe: Chain) -> HeadTail:
     return HeadTail(low, warm_up)
 
 
-def _warm_up(pipe: Chain, tails: list[int], cost: int) -> tuple[tuple[int, int], ...] | None:
+def _warm_up(pipe: LinearPipeline, tails: list[int], cost: int) -> tuple[tuple[int, int], ...] | None:
     """Range of k_i per stage within `cost`, or None if some stage has none."""
     m = pipe.microbatches
     counts: list[tuple[int, int]] = []
@@ -109,7 +112,7 @@ def _warm_up(pipe: Chain, tails: list[int], cost: int) -> tuple[tuple[int, int],
     return tuple(counts[::-1])
 
 
-def stream_bound(pipe: Chain) -> int:
+def stream_bound(pipe: LinearPipeline) -> int:
     """Bound (b): some rank r waits for everything that a later stage i does between its first F and its last B.
 
     Stage i's first F starts no earlier than the way from stage r's first F, its last B ends no later than the way back

@@ -1,4 +1,10 @@
-"""Closed forms, list scheduling, local search: the best orders found until the bound is met or the time is up."""
+"""Generated orders, list scheduling, local search: the best orders found until the bound is met or the time is up.
+
+Takes   a cost table, a number of microbatches, a limit per rank, a seed, a deadline.
+Gives   a `Found`: orders, cost, lower bound, notes.
+Raises  nothing.
+Source  section 3 of the paper. The paper's heuristic is one of the starting points.
+"""
 
 from __future__ import annotations
 
@@ -11,38 +17,38 @@ from time import perf_counter
 
 from zbfx.plan import CostTable, Number
 from zbfx.schedule.bounds.certificate import Certificate
-from zbfx.schedule.orders.handmade import Ranks
+from zbfx.schedule.orders.handmade import Orders
 from zbfx.schedule.orders.vshape import v_placement, zb_v
-from zbfx.schedule.search.fusing import evaluated, fuse, fuse_where_it_pays, fused_costs, savings
-from zbfx.schedule.search.listing import PATIENCE_UNIT, Listed, ListScheduler, Rule
+from zbfx.schedule.search.fusing import evaluated, fuse, fuse_where_it_pays, fused_costs, savings, unfuse
+from zbfx.schedule.search.list_scheduling import Listed, ListScheduler
 from zbfx.schedule.search.local_search import LocalSearch
-from zbfx.schedule.search.priorities import first_rules, most_in_flight
+from zbfx.schedule.search.rules import PATIENCE_UNIT, Rule, first_rules, most_in_flight
 from zbfx.schedule.search.variation import RefillVariation, RuleVariation, Variation
-from zbfx.timing.exact import BW, B, Instance, W, instance
+from zbfx.timing.exact import BW, Instance, instance
 from zbfx.timing.longest_path import peak_units
 
-FIRST_STEPS, STEPS_GROWTH = 40, 1.5  # list schedules, and moves of the local search, per line and round
-RULE_LINES, REFILL_LINES = 3, 3  # schedules from which search goes on
+FIRST_STEPS, STEPS_GROWTH = 40, 1.5  # list schedules, and moves of the local search, per contender and round
+RULE_CONTENDERS, REFILL_CONTENDERS = 3, 3  # schedules from which search goes on
 FUSED_SHARE = 0.4  # of the time, for schedules whose cheaper fused backwards stay whole
 GRID_SHARE = 0.2  # of the time, at most, for the grid of rules
 EXTRA_WARM_UPS = (1, 2, 3, 5)  # Fs added to the warm-up of the paper's V order
 LEADING = 4  # rules tried before anything else
-PATIENCES = (PATIENCE_UNIT - 1, PATIENCE_UNIT // 2, 1, 0)
+REFILL_PATIENCES = (PATIENCE_UNIT - 1, PATIENCE_UNIT // 2, 1, 0)
 
 
 @dataclass(frozen=True)
 class Found:
     """The best orders, what they cost, a lower bound on any schedule's cost, and how they were found."""
 
-    ranks: Ranks
+    ranks: Orders
     cost_s: Fraction
     bound_s: Fraction
     notes: tuple[str, ...]
 
 
 @dataclass
-class Line:
-    """One line of search: a variation, and local search from the best that it has come to."""
+class Contender:
+    """One schedule that search goes on from: a variation of it, and local search from the best of both."""
 
     variation: Variation
     local: LocalSearch
@@ -64,7 +70,7 @@ class Line:
 
 
 @dataclass
-class Search:
+class OrderSearch:
     """One problem, the best schedule so far and its certificate."""
 
     costs: CostTable
@@ -110,8 +116,8 @@ class Search:
             if self.running():
                 self.offer(self.scheduler.run(rule), "list scheduling")
 
-    def compare(self, name: str, ranks: Ranks) -> str:
-        """Take a generated order, and the same with its Ws placed anew, if it fits; say in one line how it does."""
+    def compare(self, name: str, ranks: Orders) -> str:
+        """Take generated orders if they fit. Keep them, to place their Ws anew. Say in one line what they cost."""
         orders = self.problem.encode(ranks)
         peaks = [peak_units(self.problem, order) for order in orders]
         listed = evaluated(self.problem, orders, None)
@@ -121,33 +127,33 @@ class Search:
         fits = self.units is None or all(peak <= limit for peak, limit in zip(peaks, self.units, strict=True))
         if fits:
             self.offer(listed, name)
-        self.generated.append((name, [split(self.problem, order) for order in orders]))
+        self.generated.append((name, [unfuse(self.problem, order) for order in orders]))
         peak = max(self.problem.bytes(peak + static) for peak, static in zip(peaks, self.problem.static, strict=True))
         over = "" if fits else ", over the limit"
         return f"{name}: iteration time {self.problem.seconds(cost):g}, peak memory {peak:g}{over}"
 
     def run(self) -> None:
-        """The grids, then rounds in which each line of search varies and polishes its schedule, fewer lines each round.
+        """The grids, then rounds: each contender varies and polishes its schedule, and the better half goes on.
 
-        Rounds are counted in steps, not seconds, so the way is the same for a seed and only its end depends on time.
+        Rounds are counted in steps, not seconds: a seed fixes the way, and time only its end.
         """
-        lines = [*self._rules(), *self._refills()]
+        contenders = [*self._rules(), *self._refills()]
         if self.best is None:
             self.offer(evaluated(self.problem, self.one_by_one(), self.units), "one microbatch after the other")
         self.raise_bound()
-        lines.sort(key=lambda line: line.cost)
+        contenders.sort(key=lambda contender: contender.cost)
         steps = FIRST_STEPS
         ended = 0
-        while lines and self.running() and ended != self.rounds:
+        while contenders and self.running() and ended != self.rounds:
             ended += 1
             before = self.cost
-            for line in lines:
+            for contender in contenders:
                 if self.running():
-                    line.advance(self.target, self.deadline_s, steps)
-                    self.offer(line.best, line.how)
+                    contender.advance(self.target, self.deadline_s, steps)
+                    self.offer(contender.best, contender.how)
             if self.cost < before:
                 self.raise_bound()
-            lines = sorted(lines, key=lambda line: line.cost)[: max(2, len(lines) // 2)]
+            contenders = sorted(contenders, key=lambda contender: contender.cost)[: max(2, len(contenders) // 2)]
             steps = int(steps * STEPS_GROWTH)
 
     def one_by_one(self) -> list[list[int]]:
@@ -162,10 +168,10 @@ class Search:
             for stages in self.scheduler.stages
         ]
 
-    def _line(self, variation: Variation, how: str) -> Line:
-        return Line(variation, LocalSearch(self.problem, self.units, self.seed), f"{how} and local search")
+    def _contender(self, variation: Variation, how: str) -> Contender:
+        return Contender(variation, LocalSearch(self.problem, self.units, self.seed), f"{how} and local search")
 
-    def _refills(self) -> list[Line]:
+    def _refills(self) -> list[Contender]:
         """The generated orders with their Ws placed anew."""
         best: list[tuple[int, str, list[list[int]], int, Listed]] = []
         if self.costs.placement == v_placement(self.problem.rank_count):
@@ -174,7 +180,7 @@ class Search:
                 self.generated.append((f"zb-v-order with {extra} more Fs", orders))
         for name, orders in self.generated:
             found = []
-            for patience in PATIENCES:
+            for patience in REFILL_PATIENCES:
                 if self.running():
                     listed = self.scheduler.refill(orders, [patience] * len(orders))
                     if listed is not None:
@@ -185,40 +191,40 @@ class Search:
                 best.append((cost, name, orders, patience, listed))
         best.sort(key=lambda entry: entry[0])
         return [
-            self._line(RefillVariation(self.scheduler, orders, patience, listed, self.seed), f"{name} varied")
-            for _, name, orders, patience, listed in best[:REFILL_LINES]
+            self._contender(RefillVariation(self.scheduler, orders, patience, listed, self.seed), f"{name} varied")
+            for _, name, orders, patience, listed in best[:REFILL_CONTENDERS]
         ]
 
-    def _rules(self) -> list[Line]:
+    def _rules(self) -> list[Contender]:
         """The best few of the grid of list-scheduling rules."""
         until = perf_counter() + GRID_SHARE * (self.deadline_s - perf_counter())
         kept: list[tuple[Listed, Rule]] = []
         for rule in first_rules(self.problem, self.units, self.certificate.warm_up):
             if not self.running() or (kept and perf_counter() > until):
                 break
-            listed = self.scheduler.run(rule, kept[-1][0].cost if len(kept) == RULE_LINES else inf)
+            listed = self.scheduler.run(rule, kept[-1][0].cost if len(kept) == RULE_CONTENDERS else inf)
             if listed is not None and all(listed.cost != other.cost for other, _ in kept):
                 self.offer(listed, "list scheduling")
-                kept = sorted([*kept, (listed, rule)], key=lambda entry: entry[0].cost)[:RULE_LINES]
+                kept = sorted([*kept, (listed, rule)], key=lambda entry: entry[0].cost)[:RULE_CONTENDERS]
         most = most_in_flight(self.problem, self.units)
         return [
-            self._line(RuleVariation(self.scheduler, rule, listed, most, self.seed), "list scheduling varied")
+            self._contender(RuleVariation(self.scheduler, rule, listed, most, self.seed), "list scheduling varied")
             for listed, rule in kept
         ]
 
     def try_fused(self) -> None:
-        """Search as if every stage whose BW takes less time or memory than B and W apart had only BW."""
+        """Search as if stages had only BW, wherever BW takes less time or memory than B and W apart."""
         count = self.problem.stage_count
         stages = [s for s, saved in savings(self.problem).items() if saved > 0 or self.problem.grows[count + s] > 0]
         if not stages:
             return
         until = perf_counter() + FUSED_SHARE * (self.deadline_s - perf_counter())
         costs = fused_costs(self.costs, stages)
-        other = Search(costs, self.microbatches, self.limits, self.seed, until, self.rounds)
+        other = OrderSearch(costs, self.microbatches, self.limits, self.seed, until, self.rounds)
         other.lead()
         other.run()
         if other.best is not None:
-            orders = fuse(self.problem, [split(self.problem, order) for order in other.best.orders], stages)
+            orders = fuse(self.problem, [unfuse(self.problem, order) for order in other.best.orders], stages)
             self.offer(evaluated(self.problem, orders, self.units), "backwards fused")
 
     def fuse(self) -> None:
@@ -243,15 +249,3 @@ class Search:
         return Found(
             self.problem.decode(self.best.orders), cost, cost if proven else self.certificate.seconds, tuple(self.notes)
         )
-
-
-def split(problem: Instance, order: Sequence[int]) -> list[int]:
-    """Every BW as B and W back to back."""
-    count, m = problem.stage_count, problem.microbatches
-    codes = []
-    for code in order:
-        if code >= BW * count * m:
-            codes += [code - (BW - B) * count * m, code - (BW - W) * count * m]
-        else:
-            codes.append(code)
-    return codes

@@ -1,4 +1,10 @@
-"""The plain pipeline as arrays: one stage per rank, each feeding the next. Most lower bounds reason about it."""
+"""The plain pipeline as arrays: one stage per rank, each feeding the next. Most lower bounds reason about it.
+
+Takes   an `Instance` and a limit per rank.
+Gives   a `LinearPipeline`, or None for another placement. `split_only` gives costs without fused backwards.
+Raises  nothing.
+Source  section 2.3 of the paper for the symbols.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,7 @@ from zbfx.timing.exact import BW, B, F, Instance, W, exact
 
 
 @dataclass(frozen=True)
-class Chain:
+class LinearPipeline:
     """Ticks and memory units per stage, counted from 0; `there[i]` and `back[i]` lie between stages i and i + 1."""
 
     microbatches: int
@@ -31,7 +37,7 @@ class Chain:
         return self.microbatches * (self.forward[stage] + self.backward[stage] + self.weight[stage])
 
     def round_trip(self, stage: int) -> int:
-        """From F on `stage` to the next stage's F and B and back, less the time from that F to that B."""
+        """`R_i` of the bounds: T_F of `stage`, T_B of the next stage, T_comm both ways."""
         return self.forward[stage] + self.backward[stage + 1] + self.there[stage] + self.back[stage]
 
     def most_in_flight(self, stage: int) -> int:
@@ -48,12 +54,12 @@ class Chain:
         return min(others, (self.limits[stage] - in_flight * self.saved[stage]) // self.weight_saved[stage])
 
     def first_start(self, stage: int) -> int:
-        """When `stage` begins F0: the same in every schedule, for nothing can precede it on its rank."""
+        """When `stage` begins F0, in every schedule: nothing can precede it on its rank."""
         return sum(self.forward[:stage]) + sum(self.there[:stage])
 
 
-def chain(problem: Instance, limits: Sequence[int] | None) -> Chain | None:
-    """The problem as a Chain, or None if it is not one. Edges that skip stages are left out, which relaxes it."""
+def linear_pipeline(problem: Instance, limits: Sequence[int] | None) -> LinearPipeline | None:
+    """The problem as a `LinearPipeline`; None if it is not one. Edges that skip stages are left out: a relaxation."""
     count, m, ticks = problem.stage_count, problem.microbatches, problem.ticks
     there, back = [], []
     for stage in range(count - 1):
@@ -69,7 +75,7 @@ def chain(problem: Instance, limits: Sequence[int] | None) -> Chain | None:
     def column(kind: int) -> tuple[int, ...]:
         return ticks[kind * count : (kind + 1) * count]
 
-    return Chain(
+    return LinearPipeline(
         microbatches=m,
         forward=column(F),
         backward=column(B),

@@ -1,10 +1,15 @@
-"""The paper's integer linear program (appendix G) for a window of a schedule.
+"""The integer linear program of a window of a schedule.
 
-Start times are continuous, and for every two actions of a rank whose order is not forced a binary says which comes
-first. Three things differ from the appendix. Microbatches keep their order within each kind and stage; without that the
-objective as printed allows cost 0. Orders that follow from the largest cost of interest are fixed beforehand, and the
-other pairs get the smallest big-M that heads and ends allow. Rows that sum the work before and after an action tie
-the binaries to the times where big-M alone says nothing in the relaxation.
+Takes   the forced orders of a window, the costs of interest, a limit per rank.
+Gives   an `IntegerProgram`. Start times are continuous; for every two actions of a rank whose order is not forced a
+        binary says which comes first.
+Raises  nothing.
+Source  appendix G of the paper, with three differences:
+        - Microbatches keep their order within each kind and stage. Without that the objective as printed allows cost 0.
+        - Orders that follow from the largest cost of interest are fixed beforehand. The other pairs get the smallest
+          big-M that heads and ends allow.
+        - Rows that sum the work before and after an action tie the binaries to the times. In the relaxation big-M alone
+          says nothing about them.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ class Row:
 
 
 @dataclass
-class Program:
+class IntegerProgram:
     """Minimise column 0 over `rows`; columns from `first_binary` on are 0 or 1. `start`: values of a known solution."""
 
     lower: list[float]
@@ -65,7 +70,7 @@ class Formulation:
         first_pair = 1 + len(self.window.codes)
         self.pair_column = {pair: first_pair + index for index, pair in enumerate(self.pairs)}
         latest = [end - ticks for end, ticks in zip(forced.ends, self.window.ticks, strict=True)]
-        self.program = Program(
+        self.program = IntegerProgram(
             lower=[self.length(bound_ticks), *map(self.time, forced.heads), *[0.0] * len(self.pairs)],
             upper=[self.length(cost_ticks), *map(self.time, latest), *[1.0] * len(self.pairs)],
             first_binary=first_pair,
@@ -102,7 +107,7 @@ class Formulation:
             self.program.rows.append(Row(tuple(kept), tuple(kept.values()), bound))
 
 
-def formulate(forced: Precedence, bound_ticks: int, cost_ticks: int, limits: Sequence[int] | None) -> Program:
+def formulate(forced: Precedence, bound_ticks: int, cost_ticks: int, limits: Sequence[int] | None) -> IntegerProgram:
     """The program for orders that cost from `bound_ticks` to `cost_ticks`. `limits`: memory units per rank.
 
     Starts from the window's present order if that is such an order.

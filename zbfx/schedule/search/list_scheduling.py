@@ -1,8 +1,11 @@
 """List scheduling: build all orders together, event by event, with a rule that picks each rank's next action.
 
-Whenever a rank is free it takes, in this order: a B that has arrived, an F that has arrived and fits, a W if it fills
-the gap before the next arrival well enough; else it waits. This is the paper's heuristic (section 3.1) with its binary
-choices replaced by a `Rule`, and it serves any placement.
+Takes   an `Instance`, a limit per rank, a `Rule`; or orders of Fs and Bs into which Ws are placed anew.
+Gives   a `Listed`, or None where the rule gets stuck or costs too much. A free rank takes, in this order: a B that has
+        arrived; an F that has arrived and fits; a W that fills the gap before the next arrival well enough. Else it
+        waits.
+Raises  nothing.
+Source  section 3.1 of the paper, for any placement.
 """
 
 from __future__ import annotations
@@ -13,28 +16,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
+from zbfx.schedule.search.rules import PATIENCE_UNIT, Rule, Turn
 from zbfx.timing.exact import B, F, Instance, W
-
-PATIENCE_UNIT = 4  # patience is counted in quarters
-LATER, FEWEST, EARLIER = TURNS = range(3)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """`hold[s]`: Fs of stage s before its first B. `cap[s]`: most Fs of stage s without their B after these.
-
-    `patience[r]`: rank r starts a W only if the next arrival is at least patience/4 of that W away.
-    `alternate[r]`: after a B, rank r prefers an F to the next B. `recycle[r]`: rank r runs a W before the next B if an
-    F that has arrived lacks only memory, to keep as many microbatches in flight as `cap` says. `turn[r]`: which of rank
-    r's stages goes first when several could: LATER, EARLIER, or the one that has run FEWEST of the kind.
-    """
-
-    hold: tuple[int, ...]
-    cap: tuple[int, ...]
-    patience: tuple[int, ...]
-    alternate: tuple[bool, ...]
-    recycle: tuple[bool, ...]
-    turn: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -46,7 +29,7 @@ class Listed:
 
 
 class ListScheduler:
-    """Everything about one problem that does not depend on the rule."""
+    """What list scheduling needs of one problem, whatever the rule."""
 
     def __init__(self, problem: Instance, limits: Sequence[int] | None) -> None:
         self.problem = problem
@@ -84,8 +67,8 @@ class ListScheduler:
         return _ByOrder(self, orders, patience).finish(stop_at)
 
 
-class _Run(ABC):
-    """The state of one list-scheduling run; subclasses choose each rank's next action."""
+class _Listing(ABC):
+    """Orders while they are built. Subclasses choose each rank's next action."""
 
     def __init__(self, scheduler: ListScheduler) -> None:
         problem = scheduler.problem
@@ -146,7 +129,7 @@ class _Run(ABC):
         return Listed(cost, tuple(map(tuple, self.orders)))
 
 
-class _ByRule(_Run):
+class _ByRule(_Listing):
     def __init__(self, scheduler: ListScheduler, rule: Rule) -> None:
         super().__init__(scheduler)
         self.rule = rule
@@ -154,7 +137,8 @@ class _ByRule(_Run):
     def choose(self, rank: int, now: int) -> int:
         problem, rule, scheduler, ends = self.problem, self.rule, self.scheduler, self.ends
         count, m = problem.stage_count, problem.microbatches
-        allowed, turn = scheduler.limits[rank] - self.held[rank], rule.turn[rank]
+        allowed = scheduler.limits[rank] - self.held[rank]
+        earlier, fewest = rule.turn[rank] is Turn.EARLIER, rule.turn[rank] is Turn.FEWEST
         next_arrival = inf
         forward = backward = weight = -1
         finished, blocked = True, False
@@ -166,7 +150,7 @@ class _ByRule(_Run):
                 if started > returned and started >= rule.hold[stage] and grown <= allowed:
                     at = self.arrival(count + stage, returned)
                     if at <= now:
-                        if backward < 0 or turn == EARLIER or (turn == FEWEST and returned < len(ends[backward])):
+                        if backward < 0 or earlier or (fewest and returned < len(ends[backward])):
                             backward = count + stage
                     elif at < next_arrival:
                         next_arrival = at
@@ -175,7 +159,7 @@ class _ByRule(_Run):
                     if scheduler.room[stage] > allowed:
                         blocked = blocked or at <= now
                     elif at <= now:
-                        if forward < 0 or turn == EARLIER or (turn == FEWEST and started < len(ends[forward])):
+                        if forward < 0 or earlier or (fewest and started < len(ends[forward])):
                             forward = stage
                     elif at < next_arrival:
                         next_arrival = at
@@ -194,7 +178,7 @@ class _ByRule(_Run):
         return -1
 
 
-class _ByOrder(_Run):
+class _ByOrder(_Listing):
     def __init__(self, scheduler: ListScheduler, orders: Sequence[Sequence[int]], patience: Sequence[int]) -> None:
         super().__init__(scheduler)
         m, weights = self.problem.microbatches, 2 * self.problem.stage_count
