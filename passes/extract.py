@@ -150,7 +150,7 @@ def build(split: Split, key: Key, content: Content, results: set[fx.Node]) -> Ph
             accumulators[name] = placeholder(graph, f"grad_{name}")
             accumulators[name].meta["val"] = value.meta["val"]
     random = any(is_random(node) for node in content.nodes)
-    seed = graph.placeholder("seed") if random else None
+    seed = placeholder(graph, "seed") if random else None
     for node in content.nodes:
         if is_random(node):
             args: Any = fx.map_arg(node.args, lambda n: copies[n])
@@ -181,9 +181,13 @@ def build(split: Split, key: Key, content: Content, results: set[fx.Node]) -> Ph
     )
 
 
+def identifier(name: str) -> str:
+    return re.sub(r"\W|^(?=\d)", "_", name)
+
+
 def placeholder(graph: fx.Graph, name: str) -> fx.Node:
     """A placeholder whose name is an identifier made from `name`, and unique."""
     taken = {node.target for node in graph.find_nodes(op="placeholder")}
-    base = re.sub(r"\W|^(?=\d)", "_", name)
+    base = identifier(name)
     names = (f"{base}_{k}" if k else base for k in itertools.count())
     return graph.placeholder(next(candidate for candidate in names if candidate not in taken))

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.support.models import Maker, bert, gpt, mlp, t5, unet_batch_norm, vit
+from tests.support.models import Maker, Problem, bert, gpt, mlp, squares, t5, unet_batch_norm, vit
 from tests.support.reference import staged, staged_model
 from zbfx.graphs import Phase, Role, Stage
 from zbfx.plan import Kind
@@ -90,6 +90,23 @@ def test_phases_of_a_layer_compute_what_autograd_does() -> None:
     assert torch.equal(values["loss"], loss)
     for name, parameter in named.items():
         torch.testing.assert_close(sums[name], parameter.grad)
+
+
+def test_a_parameter_may_have_the_name_of_an_argument() -> None:
+    """Phases that draw random numbers have an argument `seed`; sums of gradients have `grad_` before their name."""
+
+    class Seeded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seed, self.grad_seed = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(x * self.seed, 0.5) * self.grad_seed
+
+    forward = staged(Problem(Seeded(), squares, (torch.randn(2, 4),)), 1)[0].phases[Kind.F]
+    assert forward.is_random
+    assert forward.port_names(Role.PARAMETER) == ("seed", "grad_seed")
+    assert [node.target for node in forward.module.graph.find_nodes(op="placeholder")][-1] == "seed_1"
 
 
 def backward(stage: Stage) -> list[Phase]:
