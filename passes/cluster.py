@@ -1,8 +1,8 @@
 """A W phase -> parts of it, each of which makes the gradients of some of its parameters.
 
-Takes   a phase, and in `part` the names of the parameters whose gradients a part makes.
+Takes   a phase, and in `part_of` the names of the parameters whose gradients a part makes.
 Gives   `inseparable`: the parameters in groups whose gradients have no computed value in common, views aside.
-        `part`: a phase for some of these groups. Run one after the other for all microbatches, the parts give the bits
+        `part_of`: a phase for some of these groups. Run one after the other for all microbatches, parts give the bits
         of the whole phase: they compute the same values and add them in the same order.
 Raises  nothing.
 Source  appendix A of the paper.
@@ -51,7 +51,7 @@ def cones(phase: Phase) -> dict[str, set[fx.Node]]:
     return found
 
 
-def part(phase: Phase, names: Iterable[str], index: int) -> Phase:
+def part_of(phase: Phase, names: Iterable[str], index: int) -> Phase:
     """The part of a phase that makes the gradients of `names`, which must be whole groups of `inseparable`."""
     wanted = set(names)
     gradients = tuple(name for name in phase.gradients if name in wanted)

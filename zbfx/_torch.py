@@ -88,7 +88,7 @@ pytree = _pytree
 aten = torch.ops.aten  # the operators that traced graphs are made of
 
 with_effects = torch.ops.higher_order.with_effects
-CHECKS = {aten._linalg_check_errors.default}  # operators with effects that only check values
+CHECKING_OPERATORS = {aten._linalg_check_errors.default}  # operators with effects that only check values
 ASSERT, ASSERT_WITH_MESSAGE = aten._assert_async.default, aten._assert_async.msg
 CAST = aten._to_copy.default
 CTC_LOSS, CTC_LOSS_BACKWARD = aten._ctc_loss, aten._ctc_loss_backward

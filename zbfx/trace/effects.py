@@ -26,7 +26,7 @@ def without_tokens(module: fx.GraphModule) -> fx.GraphModule:
     graph, output = module.graph, module.graph.output_node()
     for node in graph.find_nodes(op="call_function", target=_torch.with_effects):
         token, target, *args = node.args
-        if target not in _torch.CHECKS:
+        if target not in _torch.CHECKING_OPERATORS:
             raise TraceError(
                 f"the model runs {target}, which acts beside its results (prints, calls an object), at "
                 f"{node.meta.get('stack_trace') or UNKNOWN_LINE}: a pipeline runs microbatches and stages in an order "

@@ -32,9 +32,9 @@ def local_parts(named: dict[str, Tensor]) -> dict[str, nn.Parameter]:
     }
 
 
-def refuse_measuring(local: Mapping[str, nn.Parameter], costs: object) -> None:
-    """Raise for costs='measure' of a model with sharded parameters: no process can time a stage alone."""
-    if local and costs == "measure":
+def refuse_measuring(local: Mapping[str, nn.Parameter], measures: bool) -> None:
+    """Raise where costs are to be measured of a model with sharded parameters: no process can time a stage alone."""
+    if local and measures:
         raise ZbfxError(
             "costs='measure' times each stage on one process, and those of a model with DTensor parameters run on "
             "several; use costs='estimate' or a CostTable"
