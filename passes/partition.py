@@ -105,7 +105,7 @@ def place_like(
 
     Each node goes to the earliest stage that owns all that the node reads, and is no earlier than the stage of the node
     before it; the loss goes to `loss_stage` or later. A buffer that the graph only reads may be read in a later stage
-    than its owners: an owner then makes a copy of it to pass on. Evaluation reads buffers so that training writes.
+    than its owners: an owner then makes a copy of it to pass on. In evaluation, models only read what training writes.
     Raises `ZbfxError` if no such stage is left for a node.
     """
     line = line_up(joint)
@@ -131,7 +131,7 @@ def place_like(
 
 def passed_on(joint: Joint, name: str, before: fx.Node) -> Joint | None:
     """The joint graph in which all nodes read a copy of the buffer `name`, made ahead of the node `before`. None if
-    `name` is no buffer, if the graph writes it, or if it has such a copy."""
+    `name` is no buffer, is one that the graph writes, or has such a copy already."""
     read, port = next((node, port) for node, port in joint.input_ports().items() if port.name == name)
     is_written = any(port.name == name for port in joint.outputs)
     if port.role is not Role.BUFFER or is_written or any(IS_PLACED in user.meta for user in read.users):

@@ -69,8 +69,8 @@ def place_gradients(module: nn.Module) -> None:
 
 
 def localize(module: fx.GraphModule) -> fx.GraphModule:
-    """Make a traced graph, in place, one of local tensors alone. Meshes are no inputs and outputs any more, and each
-    collective and its wait are one node."""
+    """Reduce a traced graph, in place, to local tensors. Meshes are no longer inputs and outputs of it, and each
+    collective is one node with its wait."""
     graph, output = module.graph, module.graph.output_node()
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
