@@ -23,9 +23,9 @@ from itertools import pairwise
 
 import networkx
 import numpy
-import torch
 from torch import fx
 
+from zbfx._torch import aten
 from zbfx.errors import ZbfxError, listed
 from zbfx.graphs import Joint, Line, Placed, Port, Role, copy_graph
 from zbfx.passes.nodes import storage_owner, value_bytes
@@ -141,7 +141,7 @@ def passed_on(joint: Joint, name: str, before: fx.Node) -> Joint | None:
     placeholder = copies[read]
     users = list(placeholder.users)
     with graph.inserting_before(min(copies[before], *users)):
-        copy = graph.call_function(torch.ops.aten.clone.default, (placeholder,))
+        copy = graph.call_function(aten.clone.default, (placeholder,))
     copy.meta = {**placeholder.meta, "is_backward": False, IS_PLACED: True}
     for user in users:
         user.replace_input_with(placeholder, copy)

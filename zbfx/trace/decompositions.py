@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zbfx._torch import aten
 from zbfx.trace.ctc import ctc_loss
 
 # By the numbers that torch gives its reductions.
@@ -50,7 +51,7 @@ def multilabel_margin_loss(scores: Tensor, labels: Tensor, reduction: int) -> tu
 
 # The functions that take operators apart in place of torch's.
 RIGHT: Mapping[Any, Callable[..., Any]] = {
-    torch.ops.aten.multilabel_margin_loss_forward.default: multilabel_margin_loss,
-    torch.ops.aten.ctc_loss.Tensor: ctc_loss,
-    torch.ops.aten.ctc_loss.IntList: ctc_loss,
+    aten.multilabel_margin_loss_forward.default: multilabel_margin_loss,
+    aten.ctc_loss.Tensor: ctc_loss,
+    aten.ctc_loss.IntList: ctc_loss,
 }
