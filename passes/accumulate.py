@@ -1,7 +1,10 @@
-"""Phase graph -> the same with gradients accumulated inside the matrix products that make them.
+"""Phase graph -> phase graph that accumulates gradients inside the matrix products that make them.
 
-`add_(gradient, mm(a, b))` becomes `addmm_(gradient, a, b)`: the product is added where it is computed, with no new
-gradient in memory and no second pass over it. Views between the product and the sum are moved to the gradient.
+Takes   the graph of a phase, in which `add_` adds each contribution to the gradient of a parameter.
+Gives   a copy in which `add_(gradient, mm(a, b))` is `addmm_(gradient, a, b)`. The product needs no memory of its own,
+        and no second pass over the gradient. Transposes between product and sum move to the factors.
+Raises  nothing.
+Source  gemm of BLAS, which computes C := A B + C.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from zbfx.graphs import copy_graph
 
 
 def accumulate_in_products(graph: fx.Graph) -> fx.Graph:
-    """A copy of a phase's graph with every accumulation of a single-use product fused into it."""
+    """A copy of the graph, with each product that one `add_` alone reads fused into that `add_`."""
     graph = copy_graph(graph)
     for addition in graph.find_nodes(op="call_function", target=aten.add_.Tensor):
         gradient, term = addition.args
@@ -38,6 +41,7 @@ def accumulate_in_products(graph: fx.Graph) -> fx.Graph:
 
 
 def transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The transpose of a matrix; for a matrix that is a transpose itself, its source."""
     if node.target is aten.t.default:
         return node.args[0]  # type: ignore[return-value]
     result = graph.call_function(aten.t.default, (node,))

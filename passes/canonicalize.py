@@ -1,18 +1,23 @@
-"""Joint -> Joint in the form that the other passes expect.
+"""Joint -> Joint in the canonical form that the other passes expect.
 
-1. No `detach`, no `alias`, no slice that leaves nothing out: in a functional graph they are their input.
-2. A buffer that the model writes is read once, through a clone, so that later microbatches cannot change what was read,
-   and written after that.
-3. A parameter's gradient is listed as its separate contributions, not as their sum: each then belongs to one stage.
-4. A fused backward node that computes an expensive gradient of both kinds becomes two nodes.
-5. Every output is computed: one that is an input gets a clone, as does a loss that keeps more memory than its own.
-   Nothing is computed that no output needs. What is written into a part of a tensor takes no more memory than that
-   tensor, whatever it is a view of; nor does a sum of patches (`fold`) keep that of the patches.
-6. Every node has a fake value; checks of values, which have no result, have None.
-7. What only holds for the strides that the tracer believed in holds for any: some operators (batch norm, the backward
-   of a mean squared error) give other strides than their fake version says.
-
-A collective inside a model without sharded parameters is refused: a stage runs on one rank, and no other would join it.
+Takes   a joint graph as the tracer wrote it.
+Gives   a joint graph with the loss, gradients and buffer updates of the first, of which holds:
+        1. No node is an identity, like `detach`, `alias`, or a slice that leaves nothing out.
+        2. A buffer that the model writes is read once, through a clone, and written after that. Later microbatches
+           cannot change what was read.
+        3. A parameter's gradient is listed as its separate contributions, not as their sum. Each contribution belongs
+           to one stage.
+        4. A fused backward node that computes two expensive gradients, of its input and of parameters, becomes two.
+        5. A node of its own computes each output, and no more memory stays with an output than its value takes.
+        6. Every node serves an output.
+        7. A node that writes into a part of a tensor copies that tensor alone, not the memory that the tensor is a view
+           of. A sum of patches (`fold`) does not keep the memory of the patches.
+        8. Every node has a fake value; a check of values, which has no result, has None.
+        9. The graph holds for any strides. Some operators (batch norm, the backward of a mean squared error) give
+           other strides than their fake versions say.
+Raises  `TraceError` for a collective, where no parameter is sharded: a stage runs on one rank, and no other rank would
+        join. `TraceError` for an embedding with a sparse gradient.
+Source  ours. Contributions are told by a mark that autograd leaves on its additions (`GRADIENT_ADDITION_MARK`).
 """
 
 from __future__ import annotations
@@ -29,11 +34,12 @@ from zbfx.errors import TraceError
 from zbfx.graphs import Joint, Port, Role, copy_graph
 from zbfx.passes.nodes import expression, is_view, storage_owner, value_bytes
 
-# Fused backward ops worth splitting by their output mask (position of the mask argument). Norms are not: their
-# weight gradient is a cheap sum, and keeping it for W would hold two activations until then.
+# Fused backward ops worth splitting, with the position of the mask argument that says which gradients to compute.
+# Norms are not among them: their weight gradient is a cheap sum, and W could make it only from two held activations.
 MASKED_BACKWARD = {aten.convolution_backward.default: 10}
 
-# Ops that read these arguments as if they were dense, without looking at their strides: others give wrong numbers.
+# Ops that read the arguments at these positions as dense memory and ignore their strides. Other strides give wrong
+# numbers.
 READ_AS_DENSE = {
     aten.native_group_norm.default: (0,),
     aten.native_group_norm_backward.default: (0, 1),
@@ -47,7 +53,7 @@ READ_AS_DENSE = {
 
 SLICES = (aten.slice.Tensor, aten.slice_backward.default)
 
-# Ops whose result keeps memory as large as the first argument: losses that of all terms that were summed up.
+# Ops whose result keeps memory as large as their first argument: a loss keeps the memory of all the terms of its sum.
 OVERSIZED = {
     aten.mse_loss.default,
     aten.smooth_l1_loss.default,
@@ -56,7 +62,7 @@ OVERSIZED = {
     aten.col2im.default,
 }
 
-# Ops that copy the whole memory which their first argument is a part of, gaps and all, and then write into the copy.
+# Ops that write into a copy of their first argument. They copy all the memory that this argument is a view of.
 WRITES_INTO_COPY = {
     aten.slice_scatter.default,
     aten.select_scatter.default,
@@ -66,7 +72,7 @@ WRITES_INTO_COPY = {
 
 
 def canonicalize(joint: Joint) -> Joint:
-    """The rewrites above, on a copy. Raises `TraceError` for a collective."""
+    """A copy of the joint graph in canonical form."""
     graph = copy_graph(joint.graph)
     for node in graph.nodes:
         refuse_collective(node)
@@ -113,16 +119,17 @@ def remove_identities(graph: fx.Graph) -> None:
 
 
 def same_sizes(one: Tensor, other: Tensor) -> bool:
-    """Whether both have the same shape and strides, whatever numbers their symbols stand for."""
+    """Whether both have one shape and the same strides, whatever numbers their symbols stand for."""
     return same_shape(one, other) and [*map(expression, one.stride())] == [*map(expression, other.stride())]
 
 
 def same_shape(one: Tensor, other: Tensor) -> bool:
+    """Whether both have one shape, whatever numbers their symbols stand for."""
     return [*map(expression, one.shape)] == [*map(expression, other.shape)]
 
 
 def trim_copies(joint: Joint) -> None:
-    """Copies of what is needed alone: of a view without the memory behind it, of a sum without its terms."""
+    """Copy no more than is needed: a view without the memory behind it, a sum of patches without the patches."""
     graph = joint.graph
     for node in graph.find_nodes(op="call_function", target=aten.col2im.default):
         with graph.inserting_after(node):
@@ -145,13 +152,14 @@ def trim_copies(joint: Joint) -> None:
 
 
 def cloned(node: fx.Node, graph: fx.Graph) -> fx.Node:
+    """A clone of a value, put where the graph inserts nodes at the moment."""
     clone = graph.call_function(aten.clone.default, (node,))
     clone.meta = {**node.meta, "val": node.meta["val"].detach().clone()}
     return clone
 
 
 def is_like(source: object, node: fx.Node) -> bool:
-    """Whether the source is a node whose value has the shape and the dtype of the other node's."""
+    """Whether `source` is a node whose value has the shape and the dtype of the value of `node`."""
     if not isinstance(source, fx.Node):
         return False
     one, other = source.meta["val"], node.meta["val"]
@@ -159,7 +167,7 @@ def is_like(source: object, node: fx.Node) -> bool:
 
 
 def write_what_is_copied(joint: Joint) -> None:
-    """A buffer written by a copy of another value is written by that value, where it is computed."""
+    """Where a buffer's new value is a copy of another value, make that other value the output."""
     output = joint.graph.output_node()
     values = list(joint.output_values)
     for index, (value, port) in enumerate(zip(values, joint.outputs, strict=True)):
@@ -171,12 +179,13 @@ def write_what_is_copied(joint: Joint) -> None:
 
 
 def clone_passed_inputs(graph: fx.Graph) -> None:
+    """Let a node of its own compute each output."""
     output = graph.output_node()
     output.args = (tuple(computed(value, graph) for value in output.args[0]),)  # type: ignore[arg-type, union-attr]
 
 
 def computed(value: fx.Node, graph: fx.Graph) -> fx.Node:
-    """The output, or a clone of one that nothing computes or that keeps too much."""
+    """An output's value; a clone of it where no node computes it, or where it keeps more memory than its own."""
     if value.op != "placeholder" and value.target not in OVERSIZED:
         return value
     with graph.inserting_before(graph.output_node()):
@@ -186,6 +195,7 @@ def computed(value: fx.Node, graph: fx.Graph) -> fx.Node:
 
 
 def clone_written_buffers(joint: Joint) -> None:
+    """Let all who read a buffer that the model writes read one clone, made before the first of them."""
     written = {port.name for port in joint.outputs if port.role is Role.BUFFER_UPDATE}
     for placeholder, port in joint.input_ports().items():
         if port.role is Role.BUFFER and port.name in written and placeholder.users:
@@ -199,8 +209,8 @@ def clone_written_buffers(joint: Joint) -> None:
 
 
 def write_after_reading(joint: Joint) -> None:
-    """A buffer's new value that is known before the old one is read gets a clone behind the read: what is written there
-    is written in the stage that reads, microbatch by microbatch, whatever is cut in between."""
+    """Where a buffer's new value is known before the old one is read, give it a clone after that read. The stage that
+    reads the buffer then also writes it, microbatch by microbatch, wherever the model is cut."""
     reads = {port.name: clone for node, port in joint.input_ports().items() for clone in node.users}
     output, values = joint.graph.output_node(), list(joint.output_values)
     for index, (value, port) in enumerate(zip(joint.output_values, joint.outputs, strict=True)):
@@ -225,11 +235,12 @@ def separate_contributions(joint: Joint) -> Joint:
 
 
 def is_gradient_addition(node: fx.Node) -> bool:
+    """Whether autograd made this addition, of gradients of a value that has several uses."""
     return node.target is aten.add.Tensor and GRADIENT_ADDITION_MARK in (node.meta.get("stack_trace") or "")
 
 
 def contributions(value: fx.Node, graph: fx.Graph) -> list[fx.Node]:
-    """The terms whose sum is `value`; views of a sum are sums of views, bit for bit."""
+    """The terms whose sum is `value`. A view of a sum is the sum of the views of its terms, bit for bit."""
     if len(value.users) == 1 and is_gradient_addition(value):
         left, right = value.args
         return contributions(left, graph) + contributions(right, graph)  # type: ignore[arg-type]
@@ -246,7 +257,7 @@ def contributions(value: fx.Node, graph: fx.Graph) -> list[fx.Node]:
 
 
 def split_masked_backwards(graph: fx.Graph) -> None:
-    """Compute the input's gradient in one node and the parameters' in another, each with its own output mask."""
+    """Compute the gradient of the input in one node and those of parameters in another, by their output masks."""
     for node in list(graph.nodes):
         mask_position = MASKED_BACKWARD.get(node.target)
         if mask_position is None:
@@ -266,7 +277,7 @@ def split_masked_backwards(graph: fx.Graph) -> None:
 
 
 def allow_any_strides(graph: fx.Graph) -> None:
-    """A view becomes a reshape, which is a view where it can be; ops that need dense arguments get them."""
+    """Make each view a reshape, which copies where no view is possible; give dense arguments to ops that need them."""
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
         node.target = aten.reshape.default
     for target, positions in READ_AS_DENSE.items():
@@ -276,7 +287,7 @@ def allow_any_strides(graph: fx.Graph) -> None:
 
 
 def make_dense(node: fx.Node, position: int) -> None:
-    """Give `node` an argument of the layout that the tracer believed it to have, if that is a dense one."""
+    """Give `node` its argument in the dense memory format of the fake value, if the fake value has one."""
     source = node.args[position]
     assert isinstance(source, fx.Node)
     fake = source.meta["val"]

@@ -1,7 +1,11 @@
-"""A W phase -> parts that make the gradients of some parameters each (appendix A of the paper).
+"""A W phase -> parts of it, each of which makes the gradients of some of its parameters.
 
-Run one after the other for all microbatches, the parts give the bits of the whole: each computes the same values and
-adds them in the same order. Parameters whose gradients share a computed value stay together, views aside.
+Takes   a phase, and in `part_of` the names of the parameters whose gradients a part makes.
+Gives   `inseparable`: the parameters in groups whose gradients have no computed value in common, views aside.
+        `part_of`: a phase for some of these groups. Run one after the other for all microbatches, parts give the bits
+        of the whole phase: they compute the same values and add them in the same order.
+Raises  nothing.
+Source  appendix A of the paper.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from zbfx.passes.nodes import is_view
 
 
 def inseparable(phase: Phase) -> list[tuple[str, ...]]:
-    """The parameters of a phase in groups whose gradients have no computed value in common."""
+    """The parameters of a phase in groups, such that gradients of two groups have no computed value in common."""
     if phase.results or phase.updates or phase.has_loss:
         return [phase.gradients] if phase.gradients else []
     groups: list[tuple[set[str], set[fx.Node]]] = []
@@ -31,7 +35,7 @@ def inseparable(phase: Phase) -> list[tuple[str, ...]]:
 
 
 def cones(phase: Phase) -> dict[str, set[fx.Node]]:
-    """For each gradient, its accumulator's placeholder, what is written into it, and all that this depends on."""
+    """For each parameter, the nodes that its gradient depends on, with the gradient's placeholder and the ops on it."""
     placeholders = phase.module.graph.find_nodes(op="placeholder")
     start = len(phase.ports) + len(phase.values)
     found = {}
@@ -47,8 +51,8 @@ def cones(phase: Phase) -> dict[str, set[fx.Node]]:
     return found
 
 
-def part(phase: Phase, names: Iterable[str], index: int) -> Phase:
-    """The part of a phase that makes the gradients of `names`, which are whole groups of `inseparable`."""
+def part_of(phase: Phase, names: Iterable[str], index: int) -> Phase:
+    """The part of a phase that makes the gradients of `names`, which must be whole groups of `inseparable`."""
     wanted = set(names)
     gradients = tuple(name for name in phase.gradients if name in wanted)
     if gradients == phase.gradients:

@@ -1,8 +1,11 @@
 """Split -> Stages: the F, B and W of every stage as graphs of their own, with their calling conventions.
 
-A phase computes its own nodes and, once more, what is not worth keeping: values that have no stage (views of
-parameters, masks made from inputs) and views of values of an earlier phase of its stage. Everything else that it
-reads and does not compute crosses: it is a result of the phase that makes it.
+Takes   a split joint graph.
+Gives   a `Stage` for each stage. Each phase computes its own nodes. It also computes, once more, what is not worth
+        keeping: nodes without a stage (views of parameters, masks made of inputs), and views of values of an earlier
+        phase of the stage. Everything else that it reads crosses: it is a result of another phase.
+Raises  `ZbfxError` where a stage would wait for a stage that waits for it.
+Source  ours. torch's AOTAutograd cuts a joint graph into two graphs in this way.
 """
 
 from __future__ import annotations
@@ -23,15 +26,15 @@ from zbfx.graphs import Phase, Port, Role, Split, Stage
 from zbfx.passes.accumulate import accumulate_in_products
 from zbfx.passes.nodes import expression, is_random, is_view, storage_owner, value_bytes
 from zbfx.plan import Kind
-from zbfx.rng import seeded, stream_of
+from zbfx.rng import seeded, stream_number
 
 PORT_ORDER = (Role.PARAMETER, Role.BUFFER, Role.CONSTANT, Role.INPUT, Role.LOSS_GRADIENT)
-Key = tuple[int, Kind]
+PhaseKey = tuple[int, Kind]  # a stage, and which of its phases
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a phase computes, in graph order, the placeholders and values that it reads, and its outputs by role."""
+    """The nodes that a phase computes, in graph order, the placeholders and values that it reads, and its outputs."""
 
     nodes: tuple[fx.Node, ...]
     placeholders: tuple[fx.Node, ...]
@@ -40,23 +43,23 @@ class Content:
 
 
 def extract(split: Split) -> tuple[Stage, ...]:
-    """The stages of a split joint graph. Raises `ZbfxError` if one would wait for a stage that waits for it."""
+    """The stages of a split joint graph."""
     placed = split.placed
     refuse_values_against_the_order(split)
     stage_at = [placed.stage_of[node] for node in placed.line.forward]
     keys = [(stage, kind) for stage in range(placed.stage_count) for kind in (Kind.F, Kind.B, Kind.W)]
-    outputs: dict[Key, list[tuple[fx.Node, Port]]] = defaultdict(list)
+    outputs: dict[PhaseKey, list[tuple[fx.Node, Port]]] = defaultdict(list)
     for value, port in zip(placed.joint.output_values, placed.joint.outputs, strict=True):
         outputs[placed.stage_of.get(value, 0), split.phase_of.get(value, Kind.F)].append((value, port))
     contents = {key: content_of(split, key, outputs[key]) for key in keys}
-    results: dict[Key, set[fx.Node]] = defaultdict(set)
+    results: dict[PhaseKey, set[fx.Node]] = defaultdict(set)
     for content in contents.values():
         for value in content.values:
             results[placed.stage_of[value], split.phase_of[value]].add(value)
     stages = []
     for index in range(placed.stage_count):
         own = [key for key in keys if key[0] == index]
-        phases = {key[1]: build(split, key, contents[key], results[key]) for key in own}
+        phases = {key[1]: build_phase(split, key, contents[key], results[key]) for key in own}
         crossing = {value for key in own for value in (*contents[key].values, *results[key])}
         stages.append(
             Stage(
@@ -76,8 +79,8 @@ def extract(split: Split) -> tuple[Stage, ...]:
 
 
 def refuse_values_against_the_order(split: Split) -> None:
-    """Whatever the schedule, forwards run from the first stage to the last, and backwards from the last to the first:
-    a value that would go another way never arrives."""
+    """Raise where a value would never arrive. In any schedule, forwards pass values from earlier stages to later ones,
+    and backwards from later stages to earlier ones."""
     stage_of = split.placed.stage_of
     for node, kind in split.phase_of.items():
         here = stage_of[node]
@@ -96,7 +99,8 @@ def refuse_values_against_the_order(split: Split) -> None:
                 )
 
 
-def content_of(split: Split, key: Key, outputs: list[tuple[fx.Node, Port]]) -> Content:
+def content_of(split: Split, key: PhaseKey, outputs: list[tuple[fx.Node, Port]]) -> Content:
+    """What one phase computes and reads, to make these outputs and the values that other phases read."""
     stage, kind = key
     placed = split.placed
     own = {n for n in split.phase_of if split.phase_of[n] is kind and placed.stage_of[n] == stage}
@@ -126,7 +130,8 @@ def content_of(split: Split, key: Key, outputs: list[tuple[fx.Node, Port]]) -> C
     )
 
 
-def build(split: Split, key: Key, content: Content, results: set[fx.Node]) -> Phase:
+def build_phase(split: Split, key: PhaseKey, content: Content, results: set[fx.Node]) -> Phase:
+    """The graph of a phase, which returns `results`, the values that other phases read."""
     stage, kind = key
     joint, line = split.placed.joint, split.placed.line
     roles = joint.input_ports()
@@ -155,7 +160,7 @@ def build(split: Split, key: Key, content: Content, results: set[fx.Node]) -> Ph
         if is_random(node):
             args: Any = fx.map_arg(node.args, lambda n: copies[n])
             op: Any = node.target
-            stream = stream_of(line.original.get(node, node).name)
+            stream = stream_number(line.original.get(node, node).name)
             copies[node] = graph.call_function(seeded, (op, stream, seed, *args), dict(node.kwargs))
             copies[node].meta = dict(node.meta)
         else:
@@ -186,7 +191,7 @@ def identifier(name: str) -> str:
 
 
 def placeholder(graph: fx.Graph, name: str) -> fx.Node:
-    """A placeholder whose name is an identifier made from `name`, and unique."""
+    """A new placeholder of the graph, with an identifier made from `name` that no other placeholder has."""
     taken = {node.target for node in graph.find_nodes(op="placeholder")}
     base = identifier(name)
     names = (f"{base}_{k}" if k else base for k in itertools.count())

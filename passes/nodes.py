@@ -1,4 +1,4 @@
-"""What a node of a joint graph is: view, random, heavy; what it depends on; how many bytes its value takes."""
+"""What a node of a graph is (a view, random, counted by torch), how many bytes its value takes, and who owns them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COUNTED_AS: Mapping[Any, CountedAs] = {
 def is_view(node: fx.Node) -> bool:
     """Whether the node's value shares the storage of its first input."""
     if node.op != "call_function" or not (node.args and isinstance(node.args[0], fx.Node)):
-        return False  # a view of a number, like the conjugate of 1j, is a tensor of its own
+        return False  # an op on a plain number, like the conjugate of 1j, makes a tensor of its own
     if node.target in _torch.UNDECLARED_VIEWS:
         return True
     if node.target is operator.getitem:
@@ -63,11 +63,12 @@ def flop_formula(node: fx.Node) -> Any:
 
 
 def counted_as(node: fx.Node) -> CountedAs:
+    """The operator whose formula counts a node's operations: itself, if no other is listed."""
     return COUNTED_AS.get(node.target, CountedAs(getattr(node.target, "overloadpacket", None)))
 
 
 def hint(size: Any) -> int:
-    """A size as a number: where it is a symbol, that of the shapes that were traced. Enough to choose by."""
+    """A size as a number: for a symbol, its size in the traced example. That is exact enough to choose by."""
     return int(size.node.hint if isinstance(size, torch.SymInt) else size)
 
 
@@ -89,7 +90,7 @@ def flops(node: fx.Node, size: Callable[[Any], Any] = hint) -> Any:
 
 
 def tensors(value: Any) -> Iterable[Tensor]:
-    """The tensors of a node's value: itself, or the entries of a tuple or list."""
+    """The tensors of a node's value, which is a tensor, or a tuple or list with tensors in it."""
     if isinstance(value, Tensor):
         return (value,)
     if isinstance(value, tuple | list):
@@ -98,12 +99,12 @@ def tensors(value: Any) -> Iterable[Tensor]:
 
 
 def value_bytes(node: fx.Node, size: Callable[[Any], Any] = hint) -> Any:
-    """Bytes of the node's value, as if it owned them."""
+    """Bytes of the node's value, also where it is a view and another node owns them."""
     return sum(size(tensor.numel()) * tensor.element_size() for tensor in tensors(node.meta["val"]))
 
 
 def storage_owner(node: fx.Node) -> fx.Node:
-    """The node that allocated the storage of this node's value: two views of one storage have one owner."""
+    """The node that allocated the storage behind this node's value. All views of one storage have one owner."""
     while is_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
@@ -115,7 +116,7 @@ def stored_bytes(nodes: Iterable[fx.Node]) -> int:
 
 
 def storage_bytes(tensor: Tensor) -> int:
-    """Bytes from the tensor's first entry to its last: what an operator allocates for it."""
+    """Bytes from the tensor's first entry to its last, gaps included, as an operator allocates them."""
     if not tensor.numel():
         return 0
     extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))

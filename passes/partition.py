@@ -1,9 +1,15 @@
 """Joint -> Placed: a stage for every node, with cuts where stages are balanced and little crosses.
 
-The cuts are a path from the model's start to its end in a graph of cut positions, one edge a stage: the path with the
-least heaviest stage, among those within `SLACK` of it the one with the fewest bytes crossing, and among those the most
-even one (networkx). Messages travel beside the compute: they weigh only where they take longer. Where ranks hold
-several stages, cuts then move for the sake of the heaviest rank.
+Takes   a canonical joint graph, the rank of each stage, an estimate of each node's seconds, and the speed of messages.
+Gives   the joint graph with a stage for each node. The cuts are the shortest path in a graph of cut positions, with one
+        edge for each stage. Of all cuts, those whose heaviest stage takes at most `STAGE_SLACK` times the least
+        possible remain; of these, those with the fewest bytes crossing; of these, the most even ones. A stage weighs
+        what its work takes, or what its messages take where that is more. Where ranks hold several stages, cuts then
+        move to relieve the heaviest rank.
+Raises  `ZbfxError` where that many stages cannot be cut, where cuts are named that cannot be made, and where a graph
+        runs its parts in another order than the one that it is to be placed like.
+Source  contiguous stages by dynamic programming over the last stage, as in PipeDream (Narayanan et al. 2019); the
+        shortest path is networkx's.
 """
 
 from __future__ import annotations
@@ -17,16 +23,16 @@ from itertools import pairwise
 
 import networkx
 import numpy
-import torch
 from torch import fx
 
+from zbfx._torch import aten
 from zbfx.errors import ZbfxError, listed
 from zbfx.graphs import Joint, Line, Placed, Port, Role, copy_graph
 from zbfx.passes.nodes import storage_owner, value_bytes
 from zbfx.passes.positions import IS_PLACED, line_up
 
-SLACK = 1.005
-MAX_CANDIDATES = 600
+STAGE_SLACK = 1.005  # times the least possible time of the heaviest stage
+MAX_CANDIDATES = 600  # positions that the search considers at most
 
 
 def partition(
@@ -37,11 +43,10 @@ def partition(
     bytes_per_s: float,
     cuts: Sequence[str] | None = None,
 ) -> Placed:
-    """Cut a canonical joint graph into a stage for each entry of `placement`, which is its rank.
+    """Cut a canonical joint graph into as many stages as `placement` has entries, the ranks of the stages.
 
-    `seconds` estimates a node, `bytes_per_s` is the speed at which values cross a cut. `cuts` names the submodules
-    that begin the second stage, the third, ...: it replaces the search. Raises `ZbfxError` where that many stages
-    cannot be cut, or a name is unknown or out of order.
+    `seconds` estimates a node, `bytes_per_s` is the speed at which values cross a cut. `cuts` names the submodules that
+    begin the second stage, the third, and so on, and replaces the search.
     """
     line, stage_count = line_up(joint), len(placement)
     if cuts is None:
@@ -52,7 +57,7 @@ def partition(
 
 
 def cut_at(joint: Joint, line: Line, starts: Sequence[int]) -> Placed:
-    """The joint graph cut before each position in `starts`, with every stage recomputing for itself alone."""
+    """The joint graph cut before each position in `starts`. No stage recomputes for another one."""
     joint, line = recompute_within_stages(joint, line, stages_from(line, starts))
     return Placed(joint, line, stages_from(line, starts), len(starts) + 1)
 
@@ -64,9 +69,8 @@ def stages_from(line: Line, starts: Sequence[int]) -> dict[fx.Node, int]:
 
 
 def recompute_within_stages(joint: Joint, line: Line, stage_of: Mapping[fx.Node, int]) -> tuple[Joint, Line]:
-    """Where a cut goes through a checkpointed part, the later stage recomputes from the value that crossed the cut in
-    the forward: it has that value, and an earlier stage recomputes only after it. What is left keeps its position: to
-    match it with the forward anew would take the second of two equal nodes for the first, where that one is gone."""
+    """Where a cut goes through a checkpointed part, let the later stage recompute from the value that crossed the cut
+    in the forward. It holds that value, and the earlier stage recomputes later than it does."""
     graph = copy_graph(joint.graph)
     copies = dict(zip(joint.graph.nodes, graph.nodes, strict=True))
     for node, first in line.original.items():
@@ -74,33 +78,35 @@ def recompute_within_stages(joint: Joint, line: Line, stage_of: Mapping[fx.Node,
             if stage_of.get(user, stage_of[node]) > stage_of[node]:
                 copies[user].replace_input_with(copies[node], copies[first])
     graph.eliminate_dead_code()
+    # Nodes keep their positions: were they matched with the forward again, the second of two equal nodes would be taken
+    # for the first where the first is gone.
     left = set(graph.nodes)
     return replace(joint, graph=graph), line.moved({node: copy for node, copy in copies.items() if copy in left})
 
 
 def place_same(joint: Joint, first: Joint, starts: Sequence[int]) -> Placed | None:
-    """Cut a canonical joint graph where another one, `first`, was cut: before each position in `starts`. None if its
-    forward runs other operations, or on other parameters and buffers."""
+    """Cut a canonical joint graph before each position in `starts`, where another one, `first`, was cut. None if their
+    forwards run different operations, or read different parameters and buffers."""
     line = line_up(joint)
     same = operations(joint, line) == operations(first, line_up(first))
     return cut_at(joint, line, starts) if same else None
 
 
 def operations(joint: Joint, line: Line) -> list[tuple[str, set[str]]]:
-    """The op of each forward node, and the names of the parameters and buffers that it reads."""
+    """Of each forward node, in order, the op and the names of the parameters and buffers that it reads."""
     ports = joint.input_ports()
-    return [(str(node.target), names_read(node, line, ports)) for node in line.forward]
+    return [(str(node.target), tensor_names_read(node, line, ports)) for node in line.forward]
 
 
 def place_like(
     joint: Joint, owners: Mapping[str, frozenset[int]], stage_count: int, loss_stage: int | None = None
 ) -> Placed:
-    """Place a canonical joint graph by its parameters: each node in the earliest stage, not before that of the node
-    ahead of it, that owns all parameters and buffers that it reads. What reads a buffer later than any of its owners,
-    and writes none, reads a copy that an owner makes: where training writes a buffer, evaluation may only read it.
+    """Place a canonical joint graph by the parameters and buffers that it reads; `owners` gives the stages of each.
 
-    `owners` names the stages that own each; the loss arises in `loss_stage`, or later. Raises `ZbfxError` if no such
-    stage is left for a node.
+    Each node goes to the earliest stage that owns all that the node reads, and is no earlier than the stage of the node
+    before it; the loss goes to `loss_stage` or later. A buffer that the graph only reads may be read in a later stage
+    than its owners: an owner then makes a copy of it to pass on. In evaluation, models only read what training writes.
+    Raises `ZbfxError` if no such stage is left for a node.
     """
     line = line_up(joint)
     ports = joint.input_ports()
@@ -109,7 +115,7 @@ def place_like(
     for node in line.forward:
         if node in losses and loss_stage is not None:
             stage = max(stage, loss_stage)
-        for name in sorted(names_read(node, line, ports) & owners.keys()):
+        for name in sorted(tensor_names_read(node, line, ports) & owners.keys()):
             later = [owner for owner in owners[name] if owner >= stage]
             if not later and (passing := passed_on(joint, name, line.forward[bisect_right(stages, max(owners[name]))])):
                 return place_like(passing, owners, stage_count, loss_stage)
@@ -124,8 +130,8 @@ def place_like(
 
 
 def passed_on(joint: Joint, name: str, before: fx.Node) -> Joint | None:
-    """The joint graph with a copy of a buffer in front of a node and of all that read the buffer, which read the copy.
-    None if this is no buffer, one that the graph writes, or one with a copy already."""
+    """The joint graph in which all nodes read a copy of the buffer `name`, made ahead of the node `before`. None if
+    `name` is no buffer, is one that the graph writes, or has such a copy already."""
     read, port = next((node, port) for node, port in joint.input_ports().items() if port.name == name)
     is_written = any(port.name == name for port in joint.outputs)
     if port.role is not Role.BUFFER or is_written or any(IS_PLACED in user.meta for user in read.users):
@@ -135,15 +141,15 @@ def passed_on(joint: Joint, name: str, before: fx.Node) -> Joint | None:
     placeholder = copies[read]
     users = list(placeholder.users)
     with graph.inserting_before(min(copies[before], *users)):
-        copy = graph.call_function(torch.ops.aten.clone.default, (placeholder,))
+        copy = graph.call_function(aten.clone.default, (placeholder,))
     copy.meta = {**placeholder.meta, "is_backward": False, IS_PLACED: True}
     for user in users:
         user.replace_input_with(placeholder, copy)
     return replace(joint, graph=graph)
 
 
-def names_read(node: fx.Node, line: Line, ports: Mapping[fx.Node, Port]) -> set[str]:
-    """The parameters and buffers that a node reads, itself or through views and casts that every stage makes."""
+def tensor_names_read(node: fx.Node, line: Line, ports: Mapping[fx.Node, Port]) -> set[str]:
+    """The names of the parameters and buffers that a node reads, also through nodes that every stage makes."""
     found, pending = set(), list(node.all_input_nodes)
     while pending:
         source = pending.pop()
@@ -155,7 +161,7 @@ def names_read(node: fx.Node, line: Line, ports: Mapping[fx.Node, Port]) -> set[
 
 
 def named_cuts(joint: Joint, line: Line, cuts: Sequence[str], stage_count: int) -> list[int]:
-    """The position of the first node of each named submodule."""
+    """The position of the first node of each submodule that `cuts` names."""
     if len(cuts) != stage_count - 1:
         raise ZbfxError(
             f"{stage_count} stages have {stage_count - 1} cuts, each named once; found {len(cuts)}: {list(cuts)}. "
@@ -198,6 +204,7 @@ def module_of(node: fx.Node) -> str:
 def balanced_cuts(
     joint: Joint, line: Line, placement: Sequence[int], seconds: Callable[[fx.Node], float], bytes_per_s: float
 ) -> list[int]:
+    """The positions at which the second stage, the third, and so on begin in the best cut that is found."""
     crossing, stage_count = crossing_bytes(line), len(placement)
     candidates = cut_candidates(crossing, glued(joint, line), stage_count - 1)
     if len(candidates) < stage_count - 1:
@@ -212,7 +219,7 @@ def balanced_cuts(
     enter = crossing / bytes_per_s
 
     def stage_s(start: int, end: int) -> float:
-        """What bounds the rate of a stage from position `start` to `end`: its work, or what enters it."""
+        """The time that bounds the rate of a stage between two positions: that of its work, or of what enters it."""
         return float(max(work[end] - work[start], enter[start]))
 
     starts = cheapest_path(ends, stage_count, stage_s, crossing)
@@ -226,10 +233,11 @@ def level_ranks(
     stage_s: Callable[[int, int], float],
     crossing: numpy.ndarray,
 ) -> list[int]:
-    """Move one cut at a time, to where no more crosses than at the fullest one, as long as ranks get more even and the
-    heaviest no heavier."""
+    """Move one cut at a time as long as the loads of ranks get more even, and the heaviest rank no heavier. No cut
+    moves to where more crosses than at the fullest cut of `starts`."""
 
     def loads(cuts: Sequence[int]) -> tuple[float, float]:
+        """The seconds of the heaviest rank, and the sum of the squares of all ranks' seconds."""
         ranks = [0.0] * (max(placement) + 1)
         for rank, (start, end) in zip(placement, pairwise([ends[0], *cuts, ends[-1]]), strict=True):
             ranks[rank] += stage_s(start, end)
@@ -253,8 +261,8 @@ def level_ranks(
 def cheapest_path(
     ends: Sequence[int], stage_count: int, stage_s: Callable[[int, int], float], crossing: numpy.ndarray
 ) -> list[int]:
-    """`stage_count - 1` positions between the first and last of `ends`."""
-    limit = least_heaviest(ends, stage_count, stage_s) * SLACK
+    """The `stage_count - 1` of the positions in `ends` at which to cut: a shortest path from its first to its last."""
+    limit = least_heaviest(ends, stage_count, stage_s) * STAGE_SLACK
     graph = networkx.DiGraph()
     graph.add_node((0, 0))
     frontier = {0}
@@ -266,7 +274,7 @@ def cheapest_path(
                 seconds = stage_s(ends[i], ends[j])
                 if seconds > limit:
                     break
-                # Of paths with as many bytes, to fractions of one, the one with the least squares is the most even.
+                # Of paths with equal bytes, but for fractions of one, the most even has the least sum of squares.
                 graph.add_edge((stage, i), (stage + 1, j), weight=float(crossing[ends[i]]) + (seconds / limit) ** 2)
                 reached.add(j)
         frontier = reached
@@ -275,7 +283,7 @@ def cheapest_path(
 
 
 def least_heaviest(ends: Sequence[int], stage_count: int, stage_s: Callable[[int, int], float]) -> float:
-    """The least possible time of the heaviest of `stage_count` stages (dynamic programming over the last stage)."""
+    """The least possible time of the heaviest of `stage_count` stages, by dynamic programming over the last stage."""
     positions = numpy.array(ends)
     count = len(ends)
     cost = numpy.full((count, count), numpy.inf)
@@ -289,7 +297,7 @@ def least_heaviest(ends: Sequence[int], stage_count: int, stage_s: Callable[[int
 
 
 def crossing_bytes(line: Line) -> numpy.ndarray:
-    """`result[k]`: bytes of the activations and gradients that cross a cut before position k, each storage once."""
+    """At index k, the bytes of activations and gradients that cross a cut before position k, each storage once."""
     owner_span: dict[tuple[fx.Node, bool], tuple[int, int]] = {}
     for node, own in line.position.items():
         uses = [line.position[user] for user in node.users if user in line.position]
@@ -305,8 +313,8 @@ def crossing_bytes(line: Line) -> numpy.ndarray:
 
 
 def glued(joint: Joint, line: Line) -> numpy.ndarray:
-    """`result[k]`: no cut before position k: between a tuple and its entries, or between a written buffer's first
-    read and its write."""
+    """At index k, whether a cut before position k is forbidden: it would part a tuple from its entries, or the first
+    read of a buffer from the write of its new value."""
     forbidden = numpy.zeros(len(line.forward) + 1, dtype=bool)
     for k, node in enumerate(line.forward):
         if node.target is operator.getitem and (source := node.all_input_nodes[0]) in line.position:
@@ -325,8 +333,8 @@ def is_placeholder(value: object) -> bool:
 
 
 def cut_candidates(crossing: numpy.ndarray, forbidden: numpy.ndarray, cut_count: int) -> list[int]:
-    """Positions where no neighbour is crossed by fewer bytes; all allowed ones if those are fewer than `cut_count`,
-    the cheapest of them if they are many."""
+    """The allowed positions that no neighbour beats in crossing bytes, or all allowed ones where these are fewer than
+    `cut_count`. Of more than `MAX_CANDIDATES`, the cheapest."""
     allowed = [k for k in range(1, len(crossing) - 1) if not forbidden[k]]
     local = [k for k in allowed if crossing[k] <= crossing[k - 1] and crossing[k] <= crossing[k + 1]]
     found = local if len(local) >= cut_count else allowed

@@ -1,8 +1,13 @@
-"""Where every node of a joint graph sits along the model, before anything is cut.
+"""Joint -> Line: where every node of a joint graph sits along the model, before anything is cut.
 
-The forward nodes that compute activations form a line, in graph order; a cut falls between two of them. A backward
-node has the position of the forward node it differentiates. What is made of parameters by views and casts alone, or
-of inputs and constants alone, has no position: every stage makes it for itself.
+Takes   a canonical joint graph.
+Gives   a `Line`: the forward nodes that compute activations, in graph order, and a position for each node. A cut falls
+        between two of these nodes. A backward node has the position of the forward node that it differentiates.
+        What is made of parameters by views and casts alone, or of inputs and constants alone, has no position: every
+        stage makes it for itself.
+Raises  `TraceError` where checkpointing repeats one of several random draws from one value: which one cannot be told.
+Source  ours. Forward and backward nodes are paired by the sequence numbers of autograd (`seq_nr`), and nodes that
+        recompute with those that they repeat by value numbering.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from zbfx.graphs import Joint, Line, Role
 from zbfx.passes.canonicalize import is_gradient_addition
 from zbfx.passes.nodes import flop_formula, is_random, is_view
 
-IS_PLACED = "is_placed"  # in the meta of a node: it has a position, whatever it is made of
+IS_PLACED = "is_placed"  # a key in the meta of nodes that have a position whatever they are made of
 
 
 def line_up(joint: Joint) -> Line:
@@ -54,18 +59,19 @@ def line_up(joint: Joint) -> Line:
 
 
 def saved_for(node: fx.Node, original: Mapping[fx.Node, fx.Node], position: Mapping[fx.Node, int]) -> list[int]:
-    """Where the forward ops are whose recomputed entries only their own backward reads: this node is that backward."""
+    """The positions of the forward ops that a backward node differentiates, as far as recomputed entries tell. An entry
+    that the forward does not read is read by the backward of its op alone."""
     entries = [s for s in node.all_input_nodes if s.target is operator.getitem and s not in original]
     return [position[original[s.args[0]]] for s in entries if s.args[0] in original]  # type: ignore[index]
 
 
 def readers(node: fx.Node) -> list[fx.Node]:
-    """The users of a node, and of its entries if it is a tuple."""
+    """The nodes that read a node's value, or an entry of it if it is a tuple."""
     return [reader for user in node.users for reader in (user.users if user.target is operator.getitem else (user,))]
 
 
 def dependents(joint: Joint, role: Role) -> set[fx.Node]:
-    """Every node that depends on an input of this role."""
+    """Every node that depends on an input of this role, and these inputs."""
     found = {node for node, port in joint.input_ports().items() if port.role is role}
     for node in joint.graph.nodes:
         if node.op == "call_function" and any(source in found for source in node.all_input_nodes):
@@ -74,8 +80,8 @@ def dependents(joint: Joint, role: Role) -> set[fx.Node]:
 
 
 def without_position(joint: Joint, gradients: set[fx.Node]) -> set[fx.Node]:
-    """Nodes that every stage computes for itself: cheap, not random, made of parameters alone or of inputs alone, and
-    no new value of a buffer."""
+    """The nodes that every stage computes for itself. They are cheap, draw no random numbers, are made of parameters
+    alone or of inputs alone, and are no buffer's new value."""
     written = {port.name for port in joint.outputs if port.role is Role.BUFFER_UPDATE}
     updates = {v for v, port in zip(joint.output_values, joint.outputs, strict=True) if port.name in written}
     kinds: dict[fx.Node, set[Role]] = {}
@@ -106,9 +112,11 @@ def without_position(joint: Joint, gradients: set[fx.Node]) -> set[fx.Node]:
 def recomputed(
     forward: tuple[fx.Node, ...], repeats: list[fx.Node], everywhere: list[fx.Node]
 ) -> dict[fx.Node, fx.Node]:
-    """Match nodes that repeat a part of the forward (activation checkpointing) with what they repeat, by value
-    numbering: the k-th node with the same op on the same values repeats the k-th such forward node. Nodes that have no
-    position (`everywhere`) count as one value where they compute the same."""
+    """Match the nodes that repeat a part of the forward (activation checkpointing) with the nodes that they repeat.
+
+    This is value numbering: of nodes with one op on equal values, the k-th of `repeats` repeats the k-th of `forward`.
+    Nodes without a position (`everywhere`) count as one value where they compute the same.
+    """
     pool: dict[str, list[fx.Node]] = defaultdict(list)
     original: dict[fx.Node, fx.Node] = {}
     first: dict[str, fx.Node] = {}

@@ -1,18 +1,23 @@
 """Split -> Split that holds less between F, B and W, and computes more: the cut as a minimum cut.
 
-For each stage, what B and W read of F's values is either saved by F or computed again from what is saved. Saving costs
-the bytes of a storage, computing again the bytes that the op reads and writes, `WORTH` of which count as one byte held:
-the cheapest choice is a minimum cut (networkx). A value that B reads is computed again in B, and held from there if W
-reads it too; one that only W reads is computed again in B or in W, whatever leaves less to hold between the two (a
-second cut). So each value is computed again at most once. Copies come right before their first reader.
+Takes   a split joint graph, and for each stage a level: what of its forward may be computed again.
+Gives   the split with copies of forward nodes in B and W, each right before its first reader. Of what B and W read
+        of F, each value is either saved by F or computed again from saved values. The cheapest choice is a minimum cut.
+        Saving costs the bytes of a storage, computing again the bytes that the op reads and writes; one held byte
+        costs as much as `MOVED_PER_HELD_BYTE` moved ones. A value that B reads is computed again in B, and held from
+        there if W reads it too. A value that only W reads is computed again in B or in W, as a second cut finds: so
+        that less is held between the two. Each value is computed again at most once.
+Raises  nothing.
+Source  the min-cut partitioner of torch's AOTAutograd, with three phases in place of two; segments as in Chen et al.
+        2016 ("Training Deep Nets with Sublinear Memory Cost"). The cut is networkx's.
 
 Never computed again: reads of buffers that the model writes, and random ops where no generator can be set.
 
 Level   What may be computed again
-none    views, casts of parameters, values of inputs alone: what the stages are made of computes these anyway
+none    views, casts of parameters, values of inputs alone: every stage computes these for itself at any level
 cheap   also everything but matrix products, convolutions and attention
-full    everything. The stage is cut into segments at its narrowest places, whose values are saved: B computes one
-        segment at a time, so that neither what is saved nor what one segment makes is large
+full    everything. The stage is cut into segments at its narrowest places, and the values there are saved. B computes
+        one segment at a time, so that both the saved values and those of one segment stay small
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from zbfx.graphs import Placed, Role, Split, copy_graph
 from zbfx.passes.nodes import flop_formula, is_random, is_view, storage_owner, value_bytes
 from zbfx.plan import Kind
 
-WORTH = 25  # bytes moved, at the speed of memory, that sparing one byte for a while is worth
+MOVED_PER_HELD_BYTE = 25  # bytes to read or write, at the speed of memory, so as not to hold one byte until B or W
 
 
 class Level(StrEnum):
@@ -49,12 +54,12 @@ LEVELS = tuple(Level)
 def recompute(split: Split, levels: Sequence[Level], *, in_flight: int, random: bool) -> Split:
     """The split with copies of forward nodes in B and W, for each stage as its level says.
 
-    `in_flight`: microbatches that a stage holds at a time, which `full` weighs against the size of its segments.
-    `random`: whether random ops may be repeated.
+    `in_flight` is the number of microbatches that a stage holds at a time, by which `full` chooses the size of its
+    segments. `random` says whether random ops may be repeated.
     """
     if all(level is Level.NONE for level in levels):
         return split
-    split = copied(split)
+    split = copy_split(split)
     written = written_buffers(split.placed)
     for stage, level in enumerate(levels):
         if level is not Level.NONE:
@@ -70,8 +75,8 @@ def recompute(split: Split, levels: Sequence[Level], *, in_flight: int, random: 
     return split
 
 
-def copied(split: Split) -> Split:
-    """The same split of a copy of its graph."""
+def copy_split(split: Split) -> Split:
+    """A copy of a split with a graph of its own."""
     placed = split.placed
     graph = copy_graph(placed.joint.graph)
     new = dict(zip(placed.joint.graph.nodes, graph.nodes, strict=True))
@@ -82,6 +87,7 @@ def copied(split: Split) -> Split:
 
 
 def written_buffers(placed: Placed) -> set[fx.Node]:
+    """The placeholders of the buffers that the model writes."""
     names = {port.name for port in placed.joint.outputs if port.role is Role.BUFFER_UPDATE}
     ports = placed.joint.input_ports()
     return {node for node, port in ports.items() if port.role is Role.BUFFER and port.name in names}
@@ -89,7 +95,7 @@ def written_buffers(placed: Placed) -> set[fx.Node]:
 
 @dataclass(frozen=True)
 class StageNodes:
-    """The nodes of one stage, in graph order: of F, and of B and W with their kinds; and what F received."""
+    """The nodes of one stage, in graph order: those of F, those of B and W with their kinds, and what F received."""
 
     stage: int
     forward: tuple[fx.Node, ...]
@@ -107,18 +113,18 @@ class StageNodes:
         return cls(stage, forward, backward, received)
 
     def read_by(self, kinds: Set[Kind]) -> set[fx.Node]:
-        """The values of F, or that F received, that phases of these kinds read."""
+        """The values that phases of these kinds read, of those that F computes or received."""
         known = {*self.forward, *self.received}
         return {s for node, kind in self.backward.items() if kind in kinds for s in node.all_input_nodes if s in known}
 
 
 def repeat_in_backward(split: Split, nodes: StageNodes, may_repeat: Callable[[fx.Node], bool]) -> Split:
-    """Put copies of the forward nodes that the cuts choose into B and W of one stage."""
+    """Put copies of forward nodes into B and W of one stage, as two minimum cuts choose."""
     for_b, for_w = nodes.read_by({Kind.B}), nodes.read_by({Kind.W})
     chosen = cheapest_repeats(for_b | for_w, lambda n: moved_bytes(n) if may_repeat(n) else None, nodes)
     in_b = closure(for_b, chosen)
     later = closure(for_w, chosen) - in_b
-    # Those are computed somewhere in any case: what counts is what is held between B and W.
+    # All of `later` is computed again, in B or in W: the second cut weighs only what is held between the two.
     in_w = closure(for_w, cheapest_repeats(for_w, lambda n: 0 if n in later else None, nodes)) & later
     in_b = closure(in_b | (later - in_w), chosen)
     kind_of = dict.fromkeys(in_w - in_b, Kind.W) | dict.fromkeys(in_b, Kind.B)
@@ -126,49 +132,58 @@ def repeat_in_backward(split: Split, nodes: StageNodes, may_repeat: Callable[[fx
 
 
 def moved_bytes(node: fx.Node) -> int:
-    """What an op reads and writes; one more for the op itself."""
+    """The bytes that an op reads and writes, and one more for the op itself."""
     read = sum(value_bytes(source) for source in node.all_input_nodes if source.meta.get("val") is not None)
     return 1 + value_bytes(node) + read
 
 
 def is_free(node: fx.Node) -> bool:
-    """A view, or an entry of a tuple: computed wherever it is needed."""
+    """Whether a node costs nothing, as a view or an entry of a tuple does: it is computed wherever it is needed."""
     return is_view(node) or node.target is operator.getitem
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A point of the network that is cut: before a node is computed again, or where its value is there."""
+
+    node: fx.Node
+    is_there: bool
 
 
 def cheapest_repeats(
     needed: Set[fx.Node], repeat_cost: Callable[[fx.Node], int | None], nodes: StageNodes
 ) -> set[fx.Node]:
-    """Which forward nodes behind `needed` to compute again so that what is saved and what is computed cost least.
+    """Which forward nodes to compute again for `needed` at the least cost of saving and computing.
 
-    Every node is an edge, from "again" to "there". Cutting it is saving the value; cutting the edge from the source to
-    "again", for `repeat_cost` (None: impossible), is computing the node again, for which its inputs must be there.
+    Every node is an edge between its two points. To cut that edge is to save the value. To cut the edge from the source
+    to the first point is to compute the node again, which costs `repeat_cost` (None: impossible) and needs its inputs.
     """
     network = networkx.DiGraph()
     network.add_nodes_from(("source", "sink"))
     forward = set(nodes.forward)
     pending, seen = list(needed), set(needed)
     for node in needed:
-        network.add_edge((node, "there"), "sink")
+        network.add_edge(Point(node, True), "sink")
     while pending:
         node = pending.pop()
         own = node in forward
-        cost = (0 if is_free(node) else repeat_cost(node)) if own else None
+        again, there = Point(node, False), Point(node, True)
         whole = isinstance(node.meta["val"], Tensor) and not (own and is_view(node))
-        add_edge(network, (node, "again"), (node, "there"), WORTH * value_bytes(storage_owner(node)) if whole else None)
-        add_edge(network, "source", (node, "again"), cost)
+        held_bytes = value_bytes(storage_owner(node)) if whole else None
+        add_edge(network, again, there, None if held_bytes is None else MOVED_PER_HELD_BYTE * held_bytes)
+        add_edge(network, "source", again, (0 if is_free(node) else repeat_cost(node)) if own else None)
         for source in node.all_input_nodes if own else ():
             if source in forward or source in nodes.received:
-                network.add_edge((source, "there"), (node, "again"))
+                network.add_edge(Point(source, True), again)
                 if source not in seen:
                     seen.add(source)
                     pending.append(source)
     _, (_, late) = networkx.minimum_cut(network, "source", "sink", flow_func=boykov_kolmogorov)
-    return {entry[0] for entry in late if isinstance(entry, tuple) and entry[1] == "again" and entry[0] in forward}
+    return {point.node for point in late if isinstance(point, Point) and not point.is_there and point.node in forward}
 
 
 def add_edge(network: networkx.DiGraph, start: Any, end: Any, capacity: int | None) -> None:
-    """An edge that costs so much to cut; None: that cannot be cut."""
+    """Add an edge with the cost of cutting it; None for an edge that cannot be cut."""
     if capacity is None:
         network.add_edge(start, end)
     else:
@@ -176,7 +191,8 @@ def add_edge(network: networkx.DiGraph, start: Any, end: Any, capacity: int | No
 
 
 def closure(needed: Set[fx.Node], chosen: Set[fx.Node]) -> set[fx.Node]:
-    """The chosen nodes that `needed` and they themselves read, without views of what is saved: a phase makes those."""
+    """The chosen nodes that `needed` depends on through chosen nodes. Views of saved values are left out, as the phase
+    that reads such a view makes it."""
     found: set[fx.Node] = set()
     pending = [node for node in needed if node in chosen]
     while pending:
@@ -192,8 +208,8 @@ def closure(needed: Set[fx.Node], chosen: Set[fx.Node]) -> set[fx.Node]:
 
 
 def insert_copies(split: Split, nodes: StageNodes, kind_of: Mapping[fx.Node, Kind]) -> Split:
-    """Copies of the nodes, each right before the first that reads it; readers in B and W read them. The graph of
-    `split`, which nobody else holds, is changed."""
+    """Copy each node of `kind_of` into its phase, right before its first reader, and let B and W read the copies. The
+    graph of `split` is changed, and so nobody else may hold it."""
     placed = split.placed
     copies: dict[fx.Node, fx.Node] = {}
 
@@ -226,8 +242,11 @@ def insert_copies(split: Split, nodes: StageNodes, kind_of: Mapping[fx.Node, Kin
 
 
 def segment_ends(nodes: StageNodes, in_flight: int) -> set[fx.Node]:
-    """The values to save at the ends of segments. So many segments that what they save for `in_flight` microbatches,
-    and what one of them makes, are least in sum."""
+    """The values to save at the ends of segments.
+
+    The more segments, the more they save for `in_flight` microbatches, and the less one of them makes. Their number
+    is the one at which the sum of both is least.
+    """
     count = len(nodes.forward)
     place = {node: k for k, node in enumerate(nodes.forward)}
     span: dict[fx.Node, tuple[int, int]] = {}

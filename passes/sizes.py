@@ -1,4 +1,12 @@
-"""Graphs whose sizes are symbols: sizes as arguments in place of nodes that compute them, and numbers for symbols."""
+"""Graph -> graph whose computed sizes are arguments of nodes, and then numbers: for graphs whose sizes are symbols.
+
+Takes   a joint graph that was traced with symbols for sizes, or a joint graph, phase or stage made from one.
+Gives   `inline_sizes`: the joint graph without the nodes that compute sizes. Its nodes are those of a graph that was
+        traced with numbers.
+        `joint_with_numbers`, `stage_with_numbers`: copies in which `numbers` has replaced every symbol.
+Raises  nothing.
+Source  ours. The symbols are those of torch's ShapeEnv, which are sympy's.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +26,7 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @dataclass(frozen=True)
 class Size:
-    """A computed size as an argument of a node: an expression, and the kind of number that it stands for."""
+    """A computed size as an argument of a node: an expression, and the type of the number that it stands for."""
 
     expression: sympy.Basic
     kind: type
@@ -28,7 +36,7 @@ class Size:
 
 
 def inline_sizes(joint: Joint) -> Joint:
-    """The joint graph with every computed size written where it is used: its nodes are those of a graph of numbers."""
+    """The joint graph with every computed size as an argument of the nodes that use it, and no nodes to compute it."""
     graph = copy_graph(joint.graph)
     values = {node: node.meta.get("val") for node in graph.nodes}
     sizes: dict[fx.Node, Any] = {node: size_of(v) for node, v in values.items() if isinstance(v, SYMBOLIC)}
@@ -40,6 +48,7 @@ def inline_sizes(joint: Joint) -> Joint:
 
 
 def size_of(value: Any) -> Size:
+    """The size that torch's symbolic number stands for."""
     return Size(value.node.expr, value.node.pytype)
 
 
@@ -54,6 +63,7 @@ def with_numbers(graph: fx.Graph, numbers: Callable[[Any], Any]) -> fx.Graph:
 
 
 def joint_with_numbers(joint: Joint, numbers: Callable[[Any], Any]) -> Joint:
+    """A copy of a joint graph in which `numbers` has replaced the symbols."""
     count = joint.count
     if count is not None:
         count = replace(count, module=module_with_numbers(count.module, numbers))
@@ -61,6 +71,7 @@ def joint_with_numbers(joint: Joint, numbers: Callable[[Any], Any]) -> Joint:
 
 
 def stage_with_numbers(stage: Stage, numbers: Callable[[Any], Any]) -> Stage:
+    """A copy of a stage in which `numbers` has replaced the symbols."""
     return replace(
         stage,
         phases={kind: phase_with_numbers(phase, numbers) for kind, phase in stage.phases.items()},

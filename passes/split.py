@@ -1,10 +1,14 @@
-"""Placed -> Split: which backward nodes of a stage are B (gradient of its input) and which are W.
+"""Placed -> Split: which backward nodes of a stage are B (the gradient of its input) and which are W.
 
-B is every backward node of the stage that a gradient sent to another stage depends on; the rest is W (section 2 of
-the paper; reachability on the graph makes it hold for any model). Two refinements:
-
-- The first stage sends no gradient, yet has a real B: the chain that at least two parameter gradients hang on.
-- A cheap parameter gradient that alone would keep more bytes alive until W than it has itself is computed in B.
+Takes   a joint graph with a stage for each node.
+Gives   the phase of each node: F, B or W. B is every backward node of a stage that a gradient sent to another stage
+        depends on; the others are W. Two refinements:
+        - The first stage sends no gradient. Its B is the chain of nodes that two or more parameter gradients depend on.
+        - A cheap parameter gradient is computed in B where it would keep more bytes for W than it has itself.
+        An op that computes gradients of both kinds at once runs whole in B; `unsplit_notes` names these.
+Raises  nothing.
+Source  section 2 of the paper. There it is written out for a transformer; reachability in the graph does it for any
+        model.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from zbfx.plan import Kind
 
 
 def split(placed: Placed) -> Split:
-    """Assign F, B or W to every node that has a stage."""
+    """The phase of every node that has a stage."""
     forward = set(placed.line.forward)
     backward: dict[int, list[fx.Node]] = defaultdict(list)  # per stage, in graph order
     for node in placed.joint.graph.nodes:
@@ -42,7 +46,7 @@ def split(placed: Placed) -> Split:
 
 
 def unsplit_notes(split: Split) -> list[str]:
-    """A line for each op that computes gradients of both kinds at once, and so runs whole in B."""
+    """A line for each op that runs whole in B because it computes gradients of both kinds at once."""
     placed = split.placed
     terms = {
         v for v, p in zip(placed.joint.output_values, placed.joint.outputs, strict=True) if p.role is Role.GRADIENT
@@ -66,7 +70,7 @@ def unsplit_notes(split: Split) -> list[str]:
 
 
 def is_view_of_term(node: fx.Node, terms: set[fx.Node]) -> bool:
-    """Whether the node's value, or its only use, a view, is one of `terms`."""
+    """Whether a node is one of `terms`, or views alone lead from it to one of them."""
     user = next(iter(node.users), None)
     return node in terms or (
         len(node.users) == 1 and user is not None and is_view(user) and is_view_of_term(user, terms)
@@ -74,7 +78,7 @@ def is_view_of_term(node: fx.Node, terms: set[fx.Node]) -> bool:
 
 
 def ancestors(nodes: list[fx.Node], targets: set[fx.Node]) -> set[fx.Node]:
-    """The nodes among `nodes` that `targets` depend on, `targets` included."""
+    """Those of `nodes` that are targets, or that a target depends on."""
     found: set[fx.Node] = set()
     for node in reversed(nodes):
         if node in targets or any(user in found for user in node.users):
@@ -83,7 +87,7 @@ def ancestors(nodes: list[fx.Node], targets: set[fx.Node]) -> set[fx.Node]:
 
 
 def shared_chain(nodes: list[fx.Node], terms: set[fx.Node]) -> set[fx.Node]:
-    """Nodes that lead to at least two parameter gradients: the activation gradients of a stage that sends none."""
+    """The activation gradients of a stage that sends none: nodes that at least two parameter gradients depend on."""
     reached: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in reversed(nodes):
         own = frozenset({node} if node in terms else ())
@@ -94,8 +98,8 @@ def shared_chain(nodes: list[fx.Node], terms: set[fx.Node]) -> set[fx.Node]:
 
 
 def settle_in_b(term: fx.Node, nodes: list[fx.Node], phase_of: dict[fx.Node, Kind]) -> None:
-    """Move the computation of one parameter gradient to B if it is cheap and keeping its inputs until W costs more
-    bytes than the gradient has."""
+    """Move the computation of one parameter gradient to B, if it is cheap and its inputs, kept until W, would take more
+    bytes than the gradient."""
     late = {node for node in nodes if phase_of[node] is Kind.W}
     cone: set[fx.Node] = set()
     for node in reversed(nodes):

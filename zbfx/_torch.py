@@ -88,7 +88,7 @@ pytree = _pytree
 aten = torch.ops.aten  # the operators that traced graphs are made of
 
 with_effects = torch.ops.higher_order.with_effects
-CHECKS = {aten._linalg_check_errors.default}  # operators with effects that only check values
+CHECKING_OPERATORS = {aten._linalg_check_errors.default}  # operators with effects that only check values
 ASSERT, ASSERT_WITH_MESSAGE = aten._assert_async.default, aten._assert_async.msg
 CAST = aten._to_copy.default
 CTC_LOSS, CTC_LOSS_BACKWARD = aten._ctc_loss, aten._ctc_loss_backward
@@ -129,8 +129,10 @@ def exporting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_looks_at_masks() -> Iterator[None]:
-    """The layers of `nn.Transformer` take a mask as it is where nobody says that it is causal, and do not compare its
-    values: attention by such a mask is the same, if without the kernels for causal ones."""
+    """Let the layers of `nn.Transformer` take a mask for a causal one only where they are told so.
+
+    They would otherwise compare its values. Attention gives equal results, but without the kernels for causal masks.
+    """
     before = transformer._detect_is_causal_mask
     transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
     try:
@@ -141,7 +143,7 @@ def without_looks_at_masks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_fake_logs() -> Iterator[None]:
-    """Errors of operators on fake tensors are raised, and not logged with their tracebacks before."""
+    """Let errors of operators on fake tensors be raised alone, without a log of their tracebacks."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -153,7 +155,7 @@ def without_fake_logs() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_mkldnn() -> Iterator[None]:
-    """Operators have the implementations that they have without oneDNN, the library for CPUs."""
+    """Let operators run without oneDNN, the library for CPUs."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -175,12 +177,12 @@ def is_stray_fake(error: BaseException) -> bool:
 
 
 def enable_saved_tensor_hooks(*_: object) -> None:
-    """The tracer switches saved-tensor hooks off until it ends; checkpointing inside the model is made of them."""
+    """Switch saved-tensor hooks on, which the tracer has switched off: checkpointing in a model is made of them."""
     _saved_tensors_hooks_set_tracing(False)
 
 
 def functional(tensor: Tensor) -> Tensor:
-    """The tensor for code under the tracer: writes into it are values of the graph, and do not reach the tensor."""
+    """A stand-in for a tensor under the tracer. Writes into it are values of the graph and do not reach the tensor."""
     return FunctionalTensor.to_functional(tensor)
 
 
@@ -193,8 +195,8 @@ def unwrapped(tensor: Any) -> Any:
 
 @contextlib.contextmanager
 def decomposing(decompositions: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Operators are taken apart under the tracer as these say, and not as torch does."""
-    keys = {  # of an operator that torch takes apart itself, that in whose place they come
+    """Let the tracer take operators apart by these functions, and not as torch does."""
+    keys = {  # the kernels to replace: for an operator that torch takes apart, those that do so
         operator: DispatchKey.CompositeImplicitAutograd if operator._can_decompose() else DispatchKey.Autograd
         for operator in decompositions
     }

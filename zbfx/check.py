@@ -251,7 +251,7 @@ class JointInterpreter(fx.Interpreter):
         if not is_random(n):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        stream = rng.stream_of(self.repeats.get(n.name, n.name))
+        stream = rng.stream_number(self.repeats.get(n.name, n.name))
         return rng.seeded(n.target, stream, self.seed, *args, **kwargs)
 
 

@@ -13,7 +13,7 @@ SAME_CALLS = "every rank makes the same calls in the same order, compile and eva
 
 
 def first_line(error: BaseException, limit: int = 300) -> str:
-    """What an error says, as far as a message can quote it: torch lists all its kernels in some."""
+    """The first line of an error's text, cut to `limit` characters: some errors of torch list all its kernels."""
     text = str(error).strip().partition("\n")[0]
     return text if len(text) <= limit else text[:limit] + " ..."
 

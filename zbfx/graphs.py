@@ -112,7 +112,7 @@ class Line:
     original: Mapping[fx.Node, fx.Node]
 
     def moved(self, copies: Mapping[fx.Node, fx.Node]) -> Line:
-        """The same line of a copy of the graph, which may lack backward nodes: `copies` has those that it holds."""
+        """The line of a copy of the graph. `copies` gives the copy of each node but of backward nodes that it lacks."""
         return Line(
             tuple(copies[node] for node in self.forward),
             {copies[node]: k for node, k in self.position.items() if node in copies},
@@ -266,7 +266,7 @@ class Stage:
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy with the same node names and metadata."""
+    """A copy of a graph, with the names and metadata of its nodes."""
     copy = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     output = copy.graph_copy(graph, nodes)

@@ -138,7 +138,7 @@ def compile(
         check=check,
     )
     local = local_parts(named_tensors(model, loss_fn))
-    refuse_measuring(local, costs)
+    refuse_measuring(local, options.measures)
     tracing = partial(trace, model, loss_fn, inputs, kwargs, targets, device=options.device)
     raw, signature = on_all_ranks("compile (the trace)", tracing, compared(options))
     raw = separate_count(raw)

@@ -11,7 +11,7 @@ from zbfx.compiled import Compiled
 from zbfx.costs import estimate
 from zbfx.costs.estimate import Link
 from zbfx.graphs import Phase, Stage
-from zbfx.passes.cluster import inseparable, part
+from zbfx.passes.cluster import inseparable, part_of
 from zbfx.plan import Kind
 from zbfx.program.messages import TensorLayout, layout_of, shared_gradients
 from zbfx.program.reductions import Bucket, RankReductions, shared_buckets, size_bytes
@@ -91,7 +91,7 @@ def gradient_groups(pipe: Compiled, stages: Sequence[Stage], shared: Collection[
         b, w = stage.phases[Kind.B], stage.phases[Kind.W]
         together = inseparable(w)
         estimated_s = [
-            sum(estimate.node_s(n, hardware) for n in part(w, names, 0).module.graph.nodes) for names in together
+            sum(estimate.node_s(n, hardware) for n in part_of(w, names, 0).module.graph.nodes) for names in together
         ]
         scale = float(pipe.schedule.costs.stages[stage.index].backward_weight_s) / (sum(estimated_s) or 1.0)
         early = [name for name in b.gradients if name not in w.gradients]
@@ -138,7 +138,7 @@ def pieces_of(stage: Stage, buckets: Sequence[Bucket]) -> dict[str, Phase]:
     for together in inseparable(phase):
         first = next(bucket.key for bucket in buckets if set(together) & set(bucket.names))
         names.setdefault(first, []).extend(together)
-    return {key: part(phase, own, index) for index, (key, own) in enumerate(names.items())}
+    return {key: part_of(phase, own, index) for index, (key, own) in enumerate(names.items())}
 
 
 def note(rank: int, found: RankReductions, tail: Tail, whole: Tail) -> str:

@@ -1,8 +1,8 @@
 """Random numbers that depend on nothing but the seed, the microbatch and the place in the model.
 
-Every random op of the joint graph has a stream number, made from its name. Before it draws, the generator is set from
-(seed of the microbatch, stream): masks are the same under every schedule, every cut and every number of ranks, and a
-recomputed op draws what the original drew.
+Every random op of the joint graph has a stream number, made from its name. Before the op draws, the generator is set
+from the seed of the microbatch and that number. So an op draws the same numbers under every schedule, every cut and
+every number of ranks, and an op that is computed again draws what it drew before.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ def mix(*numbers: int) -> int:
     return state >> 1
 
 
-def stream_of(node_name: str) -> int:
+def stream_number(node_name: str) -> int:
     """The stream number of a random op, from its name in the joint graph."""
     return zlib.crc32(node_name.encode())
 
 
 def seeded(op: Any, stream: int, seed: int, *args: Any, **kwargs: Any) -> Any:
-    """Run a random op on a generator set from `seed` and `stream`; the global generators stay as they were.
+    """Run a random op on a generator set from `seed` and `stream`. The global generators stay as they were.
 
-    Under CUDA graph capture no generator can be set: the op draws from the device's default one.
+    Under CUDA graph capture no generator can be set, and the op draws from the device's default one.
     """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return op(*args, **kwargs)
     devices = {a.device for a in args if isinstance(a, Tensor)} | {torch.device(kwargs.get("device") or "cpu")}
-    with undisturbed(*devices):
+    with preserved_generators(*devices):
         torch.manual_seed(mix(seed, stream))
         return op(*args, **kwargs)
 
 
-def undisturbed(*devices: torch.device) -> AbstractContextManager[None]:
-    """Meanwhile, random numbers may be drawn on these devices; afterwards their global generators are as before."""
+def preserved_generators(*devices: torch.device) -> AbstractContextManager[None]:
+    """Put the global generators of these devices back as they were, once the block that draws from them ends."""
     accelerators = [device for device in devices if device.type != "cpu"]
     device_type = accelerators[0].type if accelerators else "cuda"
     return torch.random.fork_rng([device.index or 0 for device in accelerators], device_type=device_type)

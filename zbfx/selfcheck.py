@@ -85,7 +85,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     """Meanwhile, random numbers may be drawn by torch, numpy and Python; afterwards all go on as before."""
     python, array = random.getstate(), numpy.random.get_state()
     try:
-        with rng.undisturbed(device):
+        with rng.preserved_generators(device):
             yield
     finally:
         random.setstate(python)

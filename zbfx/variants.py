@@ -32,7 +32,7 @@ from zbfx.schedule.schedule import Schedule
 from zbfx.trace.loss import Reduction, separate_count
 from zbfx.trace.signature import Signature
 from zbfx.trace.source import Source
-from zbfx.trace.symbols import GuardBroken, Numbers, Place, Shapes, Sizes, changed
+from zbfx.trace.symbols import Dimension, GuardBroken, Numbers, Shapes, Sizes, changed_dimensions
 from zbfx.trace.tracer import trace
 
 REPLAN_S = 1.0  # seconds to search for the schedule of a further shape
@@ -49,7 +49,7 @@ class Variants:
     def __init__(self, pipe: Compiled, source: Source, ranks: Ranks, *, symbolic: bool) -> None:
         self.pipe, self.source, self.ranks, self.symbolic = pipe, source, ranks, symbolic
         self.templates: dict[bool, list[Template]] = {False: [], True: []}
-        self.fixed: dict[bool, set[Place]] = {False: set(), True: set()}
+        self.fixed: dict[bool, set[Dimension]] = {False: set(), True: set()}
 
     def of(self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, *, evaluation: bool) -> Compiled:
         """The pipeline for a microbatch like (args, kwargs), planned anew for its costs: to train, or to evaluate.
@@ -106,8 +106,8 @@ class Variants:
         for template in self.templates[evaluation]:
             if template.covers(shapes):
                 return self.from_template(template, args, kwargs, microbatches, evaluation)
-        groups = changed(self.pipe.signature, shapes)
-        fixed = [place for group in groups for place in group if place in self.fixed[evaluation]]
+        groups = changed_dimensions(self.pipe.signature, shapes)
+        fixed = [dim for group in groups for dim in group if dim in self.fixed[evaluation]]
         if not groups:
             raise GuardBroken("no size has changed")
         if fixed:

@@ -15,7 +15,7 @@ import zbfx
 from tests.support.models import Maker, gpt, gpt2, mlp, unet_batch_norm
 from tests.support.reference import compiled, rescheduled, stepped
 from zbfx.costs.estimate import Link
-from zbfx.passes.cluster import inseparable, part
+from zbfx.passes.cluster import inseparable, part_of
 from zbfx.plan import Kind
 from zbfx.program import ops
 from zbfx.program.calls import GradientBucket, PhaseCall
@@ -31,7 +31,7 @@ def test_parts_of_w_make_every_gradient_once(make: Maker) -> None:
         phase = stage.phases[Kind.W]
         groups = inseparable(phase)
         assert sorted(name for group in groups for name in group) == sorted(phase.gradients)
-        parts = [part(phase, group, index) for index, group in enumerate(groups)]
+        parts = [part_of(phase, group, index) for index, group in enumerate(groups)]
         assert [set(found.gradients) for found in parts] == [set(group) for group in groups]
         for found in parts:
             assert set(found.values) <= set(phase.values)

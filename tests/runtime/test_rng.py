@@ -239,7 +239,7 @@ def test_streams_and_seeds_are_spread_out() -> None:
     assert len(values) == 64
     assert all(0 <= value < 1 << 63 for value in values)
     assert rng.mix(1, 2) != rng.mix(2, 1)
-    assert rng.stream_of("bernoulli") != rng.stream_of("bernoulli_1")
+    assert rng.stream_number("bernoulli") != rng.stream_number("bernoulli_1")
 
 
 class Seeded(nn.Module):

@@ -35,7 +35,7 @@ from zbfx.options import Options
 from zbfx.passes.nodes import is_view
 from zbfx.plan import CostTable, Kind, StageCost
 from zbfx.program.boxed import Boxed
-from zbfx.rng import undisturbed
+from zbfx.rng import preserved_generators
 
 BESIDE = "W beside B"
 
@@ -47,7 +47,7 @@ def node_timer(joint: Joint, options: Options) -> Callable[[fx.Node], float]:
     hardware = hardware_of(options.device)
     if not options.measures:
         return lambda node: node_s(node, hardware)
-    with undisturbed(options.device):
+    with preserved_generators(options.device):
         seconds = node_seconds(joint, hardware, options.device)
     return lambda node: seconds.get(node.name, 0.0)
 
@@ -79,7 +79,7 @@ def cost_table(
     hardware = hardware_of(options.device)
     if not options.measures:
         return Costed(stages, estimate(stages, placement, hardware))
-    with undisturbed(options.device):
+    with preserved_generators(options.device):
         conditions = Conditions(options.device, compiled, options.overlap, warm_s)
         return measured_costs(stages, placement, hardware, conditions)
 

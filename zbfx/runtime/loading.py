@@ -18,7 +18,7 @@ from torch import Tensor
 from zbfx.graphs import Role, Stage
 from zbfx.program.calls import PhaseCall
 from zbfx.program.ops import Microbatch
-from zbfx.rng import undisturbed
+from zbfx.rng import preserved_generators
 from zbfx.runtime.rehearsal import rehearse
 from zbfx.runtime.runner import RankRunner
 
@@ -29,7 +29,7 @@ def load(
     """Rehearse the step on these microbatches, and put back as it was what that writes. Takes no more of the device's
     memory than a step does. Collective over the replicas of the rank."""
     assert runner.pending is None, "gradients are bound before, and not once an optimizer step is settled"
-    with undisturbed(device), torch.no_grad(), put_back(written(runner)):
+    with preserved_generators(device), torch.no_grad(), put_back(written(runner)):
         rehearse(runner, stages, microbatches, step, device)
 
 

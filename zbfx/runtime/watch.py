@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from zbfx._torch import hook_tables, part_tables
 from zbfx.errors import InputError, listed
 from zbfx.runtime.agreement import refuse_gradient_hooks, refuse_gradients
-from zbfx.trace.guard import MISSING, layout_of, named_modules, named_parts, plain_attributes, same_objects
+from zbfx.trace.guard import MISSING, dtype_and_shape, named_modules, named_parts, plain_attributes, same_objects
 from zbfx.trace.source import Source
 from zbfx.trace.tracer import canonical_names, named_tensors, plain_tensors
 
@@ -94,7 +94,7 @@ class Watch:
             bound, found = self.tensors[name], getattr(module, attribute, None)
             if found is bound or name not in used or not isinstance(found, Tensor):
                 continue
-            if layout_of(found) == layout_of(bound) and found.device == bound.device:
+            if dtype_and_shape(found) == dtype_and_shape(bound) and found.device == bound.device:
                 bound.detach().copy_(found)  # detached: a forward in inference mode may have made it
                 setattr(module, attribute, bound)
 

@@ -1,6 +1,6 @@
 """Tensors of a model that share memory under different names.
 
-A graph knows its parameters and buffers by name alone: what it writes into one, it does not see in another.
+A graph knows parameters and buffers by name alone: it does not see that a write into one of them changes another.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from zbfx.trace.tensor_parallel import is_sharded
 
 
 def overlapping(named: Mapping[str, Tensor]) -> list[tuple[str, str]]:
-    """Pairs of names of different tensors that have bytes in common, as they are ordered; tensors without data have
-    none."""
-    names = {id(tensor): name for name, tensor in reversed(list(named.items()))}  # of each tensor its first
+    """Pairs of names of different tensors that have bytes in common, in the order of `named`. Tensors without data have
+    no bytes."""
+    names = {id(tensor): name for name, tensor in reversed(list(named.items()))}  # the first name of each tensor
     places = {name: place for place, name in enumerate(named)}
     spans = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + storage_bytes(tensor), places[name])
@@ -36,13 +36,14 @@ def overlapping(named: Mapping[str, Tensor]) -> list[tuple[str, str]]:
 
 
 def has_bytes(tensor: Tensor) -> bool:
+    """Whether a tensor has entries in the memory of this process at strides that it knows."""
     strided = tensor.layout is torch.strided and not (tensor.is_meta or is_sharded(tensor))
     return strided and tensor.numel() > 0
 
 
 def refuse_written(named: Mapping[str, Tensor], joint: Joint) -> None:
-    """Raise `TraceError` if the graph writes into a tensor that shares memory with another that it uses. What the model
-    puts a new tensor in the place of gets memory of its own (`separate`)."""
+    """Raise `TraceError` if the graph writes into a tensor that shares memory with another one that it uses. Buffers
+    that the model replaces by new tensors are left out: `separate` gives them memory of their own."""
     written = {port.name for port in joint.outputs if port.role is Role.BUFFER_UPDATE} - joint.replaced
     used = {port.name for port in joint.inputs if port.role in (Role.PARAMETER, Role.BUFFER)} | written
     for one, other in overlapping(named):
@@ -55,8 +56,8 @@ def refuse_written(named: Mapping[str, Tensor], joint: Joint) -> None:
 
 
 def refuse_apart(named: Mapping[str, Tensor], holders: Mapping[str, Sequence[int]], joint: Joint) -> None:
-    """Raise if tensors that share memory, and that training changes, are those of different ranks: each rank changes
-    its own alone. `holders` are the ranks that use a tensor."""
+    """Raise if training changes tensors that share memory and are used on different ranks, as each rank would change
+    only its own copy. `holders` gives the ranks that use a tensor."""
     changing = {port.name for port in joint.outputs if port.role in (Role.GRADIENT, Role.BUFFER_UPDATE)}
     for one, other in overlapping(named):
         if one in holders and other in holders and {one, other} & changing:
@@ -70,7 +71,7 @@ def refuse_apart(named: Mapping[str, Tensor], holders: Mapping[str, Sequence[int
 
 
 def separate(named: Mapping[str, Tensor], replaced: Collection[str]) -> None:
-    """Give what the model puts new tensors in the place of, and shares memory with others until then, memory of its
-    own: a step writes into it. `torch.nn.utils.spectral_norm` begins so."""
+    """Give each buffer in `replaced` that shares memory with other tensors memory of its own, as a step writes into it.
+    The buffers of `torch.nn.utils.spectral_norm` share memory until the first forward replaces them."""
     for name in {name for pair in overlapping(named) for name in pair if name in replaced}:
         named[name].data = named[name].detach().clone()

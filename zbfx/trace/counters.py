@@ -1,4 +1,6 @@
-"""Numbers that every forward changes, like a count of calls: a graph holds them as they were when it was traced."""
+"""Numbers that every forward changes, like a count of calls.
+
+A graph would hold them as they were when it was traced, and so a model whose results depend on them is refused."""
 
 from __future__ import annotations
 
@@ -9,12 +11,12 @@ from torch import Tensor, fx, nn
 
 from zbfx.errors import TraceError, listed
 
-LATER = 1009  # forwards: odd, and more than a thousand; a model may loop so many times
+FORWARDS_LATER = 1009  # forwards ahead: odd, beyond a warm-up of a thousand, and few enough for a loop
 
-Numbers = Mapping[tuple[str, str], complex]
+HeldNumbers = Mapping[tuple[str, str], complex]  # by module and attribute
 
 
-def numbers_of(module: nn.Module) -> Numbers:
+def numbers_of(module: nn.Module) -> HeldNumbers:
     """The numbers that modules hold as plain attributes, by module and attribute."""
     return {
         (name, attribute): value
@@ -24,30 +26,35 @@ def numbers_of(module: nn.Module) -> Numbers:
     }
 
 
-def changed(before: Numbers, after: Numbers) -> Numbers:
+def changed_numbers(before: HeldNumbers, after: HeldNumbers) -> HeldNumbers:
+    """Those of `after` that were another number in `before`."""
     return {place: value for place, value in after.items() if place in before and value != before[place]}
 
 
 def refuse_counters(
-    before: Numbers,
-    after: Numbers,
+    before: HeldNumbers,
+    after: HeldNumbers,
     graph: fx.GraphModule,
     fresh: Callable[[], nn.Module],
     capture: Callable[..., fx.GraphModule],
 ) -> None:
-    """Raise `TraceError` if numbers that the forward of `graph` has changed, change in a later one too, and make it
-    another graph. `fresh` gives the module as it was before, `capture` its graph."""
-    if not (counted := changed(before, after)):
+    """Raise `TraceError` if a forward changes numbers that decide what a later forward computes.
+
+    `before` and `after` are the numbers around the forward that `graph` was traced from. `fresh` gives the module as it
+    was before that forward, `capture` traces a module. The graph of a forward far ahead shows whether the numbers
+    decide.
+    """
+    if not (counted := changed_numbers(before, after)):
         return
     module = fresh()
-    later = {place: value + (LATER if isinstance(value, int) else 0.1) for place, value in counted.items()}
+    later = {place: value + (FORWARDS_LATER if isinstance(value, int) else 0.1) for place, value in counted.items()}
     for (name, attribute), value in later.items():
         setattr(module.get_submodule(name), attribute, value)
     try:
         other = capture(module)
     except Exception:
-        return  # no count, but what a first forward says to the next
-    again = changed(later, numbers_of(module))
+        return  # no count, but a flag that a first forward leaves to the next
+    again = changed_numbers(later, numbers_of(module))
     if again and not same(graph, other):
         names = [f"{name.removeprefix('model').removeprefix('.')}.{n}".removeprefix(".") for name, n in again]
         raise TraceError(

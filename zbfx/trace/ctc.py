@@ -1,7 +1,7 @@
-"""The CTC loss as operators of ours, whose results have sizes that the tracer knows.
+"""The CTC loss as operators of zbfx, whose results have sizes that the tracer knows.
 
-torch's `_ctc_loss` also returns what its backward needs, of a size that depends on the values of the targets' lengths,
-which one graph cannot hold. Here the backward computes that again: the same kernels, and the same bits.
+torch's own operator also returns what its backward needs. The size of that depends on values, the lengths of the
+targets, and so one graph cannot hold it. Here the backward computes it again, with the kernels of torch and its bits.
 """
 
 from __future__ import annotations
@@ -13,16 +13,19 @@ from torch import Tensor
 
 from zbfx import _torch
 
-library = torch.library.Library("zbfx", "FRAGMENT")
+CTC_OPS = torch.library.Library("zbfx", "FRAGMENT")
 
 
 def define(name: str, lengths: str, forward: Any, backward: Any) -> Any:
-    """`name` of log probabilities (steps, rows, classes) gives the loss of each row; `lengths` is the type of the
-    lengths of inputs and targets, `forward` and `backward` are torch's operators for it."""
+    """Define the operator `name`, which takes log probabilities (steps, rows, classes) and gives the loss of each row.
+
+    `lengths` is the type of the lengths of inputs and targets, in the words of a schema. `forward` and `backward` are
+    torch's operators for lengths of this type.
+    """
     rest = f"Tensor log_probs, Tensor targets, {lengths} input_lengths, {lengths} target_lengths, int blank, "
     rest += "bool zero_infinity) -> Tensor"
-    library.define(f"{name}({rest}")
-    library.define(f"{name}_backward(Tensor gradient, {rest}")
+    CTC_OPS.define(f"{name}({rest}")
+    CTC_OPS.define(f"{name}_backward(Tensor gradient, {rest}")
     backward_name = f"zbfx::{name}_backward"
 
     def losses(*args: Any) -> Any:
@@ -43,8 +46,8 @@ def define(name: str, lengths: str, forward: Any, backward: Any) -> Any:
         ctx.sizes, ctx.options = sizes, (blank, zero_infinity)
         ctx.save_for_backward(log_probs, targets, *(size for size in sizes if isinstance(size, Tensor)))
 
-    library.impl(name, losses, "CompositeExplicitAutograd")
-    library.impl(f"{name}_backward", gradient_of, "CompositeExplicitAutograd")
+    CTC_OPS.impl(name, losses, "CompositeExplicitAutograd")
+    CTC_OPS.impl(f"{name}_backward", gradient_of, "CompositeExplicitAutograd")
     torch.library.register_fake(f"zbfx::{name}", lambda log_probs, *_: log_probs.new_empty(log_probs.shape[1]))
     torch.library.register_fake(backward_name, lambda _, log_probs, *__: log_probs.new_empty(log_probs.shape))
     torch.library.register_autograd(f"zbfx::{name}", backpropagate, setup_context=remember)
@@ -64,8 +67,10 @@ def ctc_loss(
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> Tensor:
-    """As `torch.ctc_loss`: log probabilities (steps, rows, classes), or (steps, classes) of one row. `reduction`: none,
-    mean over letters and rows, sum as 0, 1, 2."""
+    """What `torch.ctc_loss` gives for log probabilities (steps, rows, classes), or (steps, classes) of one row.
+
+    `reduction` is torch's number: 0 for the losses of the rows, 1 for their mean by letters and rows, 2 for their sum.
+    """
     rows = log_probs if log_probs.dim() == 3 else log_probs[:, None]
     by = BY_TENSORS if isinstance(input_lengths, Tensor) else BY_NUMBERS
     losses = by(rows, targets.to(rows.device, torch.long), input_lengths, target_lengths, blank, zero_infinity)

@@ -1,7 +1,7 @@
-"""Operators that the tracer takes apart, where torch's own way of doing so is wrong or one graph cannot hold them.
+"""Operators that the tracer takes apart in another way than torch, whose way is wrong or does not fit into one graph.
 
-multilabel_margin_loss   torch (2.11 to 2.13) counts, for each place behind a row's first -1, the margin to class 0.
-ctc_loss                 what it keeps for its backward has a size that depends on values.
+multilabel_margin_loss   torch (2.11 to 2.13) counts the margin to class 0 for each place behind a row's first -1.
+ctc_loss                 the size of what it keeps for its backward depends on values.
 """
 
 from __future__ import annotations
@@ -12,14 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zbfx._torch import aten
 from zbfx.trace.ctc import ctc_loss
 
-REDUCTIONS: Mapping[int, Callable[[Tensor], Tensor]] = {0: lambda losses: losses, 1: Tensor.mean, 2: Tensor.sum}
+# By the numbers that torch gives its reductions.
+REDUCE: Mapping[int, Callable[[Tensor], Tensor]] = {
+    0: lambda losses: losses,
+    1: Tensor.mean,
+    2: Tensor.sum,
+}
 
 
 def multilabel_margin_loss(scores: Tensor, labels: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
-    """The loss, and for each class whether it is among the labels, of scores (classes,) or (rows, classes); the labels
-    of a row, of the same shape, end at its first negative number. `reduction`: none, mean, sum as 0, 1, 2."""
+    """The loss of scores (classes,) or (rows, classes), and for each class whether it is among the labels.
+
+    `labels` has the shape of `scores`; the labels of a row end at its first negative number. `reduction` is torch's
+    number: 0 for none, 1 for the mean, 2 for the sum.
+    """
     shape = scores.shape
     if len(shape) > 2 or labels.shape != shape or scores.numel() == 0:
         raise RuntimeError(
@@ -37,11 +46,12 @@ def multilabel_margin_loss(scores: Tensor, labels: Tensor, reduction: int) -> tu
     counts = is_label[..., None] & ~is_target[..., None, :] & (margins > 0)
     losses = torch.where(counts, margins, 0).sum((-2, -1)) / count
     losses = losses.reshape(shape[:-1]) if len(shape) < 2 else losses
-    return REDUCTIONS[reduction](losses), is_target.to(scores.dtype).reshape(shape)
+    return REDUCE[reduction](losses), is_target.to(scores.dtype).reshape(shape)
 
 
+# The functions that take operators apart in place of torch's.
 RIGHT: Mapping[Any, Callable[..., Any]] = {
-    torch.ops.aten.multilabel_margin_loss_forward.default: multilabel_margin_loss,
-    torch.ops.aten.ctc_loss.Tensor: ctc_loss,
-    torch.ops.aten.ctc_loss.IntList: ctc_loss,
+    aten.multilabel_margin_loss_forward.default: multilabel_margin_loss,
+    aten.ctc_loss.Tensor: ctc_loss,
+    aten.ctc_loss.IntList: ctc_loss,
 }

@@ -1,7 +1,8 @@
-"""The order of effects, out of a traced graph.
+"""The tokens that order effects, taken out of a traced graph.
 
-The tracer threads a token, an input and an output, through operators that act beside their results. Those that only
-check values, as torch.linalg does, need no order among them: each is a plain node of the stage that it belongs to.
+The tracer threads a token, which is an input and an output of the graph, through operators that do more than compute
+results. Those that only check values, as torch.linalg does, need no order among them. Without tokens, each of these is
+a plain node of the stage that it belongs to.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from zbfx import _torch
 from zbfx.errors import TraceError
 from zbfx.trace.refusals import UNKNOWN_LINE
 
-fx.has_side_effect(_torch.ASSERT)  # graphs keep the one with a message already
+fx.has_side_effect(_torch.ASSERT)  # else fx takes it for dead code, as it does not the one with a message
 
 
 def without_tokens(module: fx.GraphModule) -> fx.GraphModule:
-    """The graph without tokens, in place. Raises `TraceError` for an operator that does more than to check."""
+    """Take the tokens out of the graph of a module, and return that module.
+
+    Raises `TraceError` for an operator that does more than check values.
+    """
     graph, output = module.graph, module.graph.output_node()
     for node in graph.find_nodes(op="call_function", target=_torch.with_effects):
         token, target, *args = node.args
-        if target not in _torch.CHECKS:
+        if target not in _torch.CHECKING_OPERATORS:
             raise TraceError(
                 f"the model runs {target}, which acts beside its results (prints, calls an object), at "
                 f"{node.meta.get('stack_trace') or UNKNOWN_LINE}: a pipeline runs microbatches and stages in an order "

@@ -1,8 +1,8 @@
 """What a model makes in its first forward and finds again in the next, like the tables of rotary embeddings.
 
-One graph holds no first forward. Where tracing fails because of such a tensor, each pass begins with the model as it
-was before any: the graph makes the tensor anew in every microbatch. That is the same if it is made of constants and of
-buffers that no forward writes; anything else is refused.
+One graph holds no first forward. Where tracing fails because of such a tensor, every pass of the tracer begins with the
+model as it was before its first forward: the graph then makes the tensor anew in every microbatch. The result does not
+change if the tensor is made of constants and of buffers that no forward writes; any other is refused.
 """
 
 from __future__ import annotations
@@ -24,25 +24,28 @@ Table = dict[Any, Any] | list[Any]
 
 @dataclass(frozen=True)
 class Held:
-    """A dict or list in which a module keeps things: its attributes, its buffers, or one of its attributes."""
+    """A table in which a module keeps things: the dict of its attributes or of its buffers, or a dict or list that is
+    an attribute."""
 
     module: nn.Module
-    name: str  # of what it belongs to
-    attribute: str  # of which it is; "" for attributes and buffers themselves
+    name: str  # the qualified name of the module, or of the attribute
+    attribute: str  # the attribute that the table is; "" for the dicts of attributes and buffers
     table: Table
-    before: Mapping[Any, Any]
+    before: Mapping[Any, Any]  # what the table held before the first forward
 
     def name_of(self, key: Any) -> str:
+        """The qualified name of an entry."""
         return f"{self.name}[{key!r}]" if self.attribute else f"{self.name}.{key}".removeprefix(".")
 
     def made(self) -> Iterator[tuple[Any, list[Tensor]]]:
-        """What holds tensors now and did not before."""
+        """The keys whose entries hold tensors now and did not before, and these tensors."""
         for key, value in entries(self.table).items():
             if not tensors_in(self.before.get(key)) and tensors_in(value):
                 yield key, tensors_in(value)
 
     def restore(self, leave: Collection[str]) -> None:
-        """Undo all but changes of what held tensors before, which are of the tracer, or written like buffers."""
+        """Make the table what it was before, but for names in `leave`, and for entries that held tensors before. The
+        tracer has replaced those, or the graph writes them like buffers."""
         now = entries(self.table)
         if isinstance(self.table, list):
             del self.table[len(self.before) :]
@@ -65,14 +68,15 @@ class FirstForward:
             for name, module in root.named_modules()
             for attribute, table in tables(module)
         ]
-        self.leave: tuple[str, ...] = ()  # names that are not undone
+        self.leave: tuple[str, ...] = ()  # the names of what `restore` leaves as it is
 
     def restore(self) -> None:
+        """Undo what forwards have made since."""
         for held in self.held:
             held.restore(self.leave)
 
     def made(self) -> dict[str, tuple[list[Tensor], str]]:
-        """The tensors that forwards have made since, by name, and where: `model.py:12`, or "" if that is not known."""
+        """By name, the tensors that forwards have made since, and the line that makes them ("" if unknown)."""
         return {
             held.name_of(key): (found, line_of(held.module, held.attribute or str(key)))
             for held in self.held
@@ -82,6 +86,7 @@ class FirstForward:
 
 
 def tables(module: nn.Module) -> Iterator[tuple[str, Table]]:
+    """The tables of a module, each with the name of the attribute that it is."""
     yield "", vars(module)
     yield "", _torch.own_buffers(module)
     for attribute, value in vars(module).items():
@@ -90,20 +95,22 @@ def tables(module: nn.Module) -> Iterator[tuple[str, Table]]:
 
 
 def entries(table: Table) -> dict[Any, Any]:
+    """What a table holds, by key or index, without the attributes that every module has."""
     if isinstance(table, list):
         return dict(enumerate(table))
     return {key: value for key, value in table.items() if key not in OF_MODULES}
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors that a value is, or holds as a dict, list or tuple."""
+    """The tensors in a value: the value itself, or those in a dict, list or tuple."""
     if isinstance(value, Tensor | dict | list | tuple):
         return [leaf for leaf in _torch.pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     return []
 
 
 def line_of(module: nn.Module, attribute: str) -> str:
-    """Where a method of the module's classes, but their `__init__`, sets an attribute or reads one to add to it."""
+    """The line at which a method of the module's classes sets an attribute, or else one that reads it to add to it; ""
+    if there is none. `__init__` is left out."""
     for operation in ("STORE_ATTR", "LOAD_ATTR"):
         for owner in type(module).__mro__[:-1]:
             for name, method in vars(owner).items():
@@ -116,8 +123,10 @@ def line_of(module: nn.Module, attribute: str) -> str:
 
 
 def take_made(module: fx.GraphModule, results: int, names: list[str]) -> list[str]:
-    """Take the outputs after the first `results` out of a joint graph: the tensors of a first forward, of these names.
-    Returns the names of those that are not the same in every forward."""
+    """Take the outputs after the first `results` out of a joint graph. They are what a first forward made, by `names`.
+
+    Returns the names of the tensors that may differ between forwards.
+    """
     output = module.graph.output_node()
     pairs = list(zip(output.args[0], output.meta["desc"], strict=True))  # type: ignore[arg-type]
     written = {getattr(d.mutated_input, "target", "") for _, d in pairs if isinstance(d, _torch.InputMutationAOTOutput)}
@@ -132,8 +141,8 @@ def take_made(module: fx.GraphModule, results: int, names: list[str]) -> list[st
 
 
 def changes(value: fx.Node, written: Collection[str]) -> bool:
-    """Whether a value may differ between forwards: made from the microbatch, parameters, buffers that forwards write,
-    or random numbers. Sizes are the same in all forwards of a graph."""
+    """Whether a value may differ between forwards. It does if it depends on the microbatch, on parameters, on buffers
+    that forwards write (`written`), or on random numbers. Sizes are equal in all forwards of a graph."""
     seen, waiting = set[fx.Node](), [value]
     while waiting:
         node = waiting.pop()

@@ -1,5 +1,7 @@
-"""What may not change between steps: what the trace took from the model (modes, layers, hooks, Python values), and the
-tensors that the pipeline was bound to. A graph holds one of each."""
+"""What may not change between steps: what the trace took from the model, of which a graph holds one version.
+
+That is the modes, layers, hooks and Python values of the model, and the dtypes and shapes of its tensors.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +27,21 @@ from zbfx.trace.tracer import named_tensors
 NUMBERS = (bool, int, float, complex, str, torch.dtype)
 PLAIN = (*NUMBERS, FunctionType, BuiltinFunctionType)
 MISSING = "nothing"
-READS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
+READS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}  # instructions of Python that read an attribute
 
 
 @dataclass(frozen=True)
 class Guard:
-    """Of the model when it was traced, by name: each module's training flag, the module itself, its hooks, a forward
-    that it has beside that of its class, and its plain Python attributes, each parameter's `requires_grad`, each
-    tensor's dtype and shape, and what was None."""
+    """What a model and its loss were when they were traced, by qualified name."""
 
-    training: Mapping[str, bool]
-    trainable: Mapping[str, bool]
+    training: Mapping[str, bool]  # modes of modules
+    trainable: Mapping[str, bool]  # `requires_grad` of parameters
     modules: Mapping[str, nn.Module]
-    hooks: Mapping[str, tuple[object, ...]]
-    forwards: Mapping[str, object]
-    values: Mapping[str, object]
-    layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-    empty: frozenset[str]
+    hooks: Mapping[str, tuple[object, ...]]  # of modules
+    forwards: Mapping[str, object]  # what modules have in place of the forward of their class, or None
+    values: Mapping[str, object]  # numbers, texts and functions that modules hold, or their classes
+    layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # of parameters and buffers
+    empty: frozenset[str]  # attributes and buffers that were None
 
     @classmethod
     def of(cls, model: nn.Module, loss_fn: Any) -> Guard:
@@ -62,7 +62,7 @@ class Guard:
                 for name, module in modules.items()
                 for attribute in plain_attributes(module)
             },
-            {name: layout_of(tensor) for name, tensor in named_tensors(model, loss_fn).items()},
+            {name: dtype_and_shape(tensor) for name, tensor in named_tensors(model, loss_fn).items()},
             frozenset(
                 f"{name}.{attribute}".removeprefix(".")
                 for name, module in modules.items()
@@ -73,7 +73,7 @@ class Guard:
         )
 
     def check(self, model: nn.Module, loss_fn: Any, *, evaluation: bool = False) -> None:
-        """Raises `InputError` if any of it has changed since. To evaluate, the model may be in any mode."""
+        """Raises `InputError` if the model has changed since. In evaluation, modes and `requires_grad` may differ."""
         now = Guard.of(model, loss_fn)
         if not evaluation:
             self.check_flags(now)
@@ -102,12 +102,12 @@ class Guard:
                     f"{f'{name}.forward'.removeprefix('.')} was replaced since the model was traced; the graph holds "
                     f"the one of then. Put it back, or compile again"
                 )
-        if not evaluation or self.training == now.training:  # a mode may bring values of its own
+        if not evaluation or self.training == now.training:  # a module may hold other values in another mode
             self.check_values(now)
 
     def undo(self, model: nn.Module, loss_fn: Any) -> None:
-        """Take out of a copy of the model what plain forwards have made since: new buffers and tensors, and what was
-        None. Another trace begins as the first one did."""
+        """Take out of a copy of the model what forwards outside of steps have made since. New buffers go, and what was
+        None is None again, so that another trace begins as the first one did."""
         for name, module in named_modules(model, loss_fn).items():
             prefix = f"{name}." if name else ""
             made = [key for key, value in own_buffers(module).items() if value is not None]
@@ -119,6 +119,7 @@ class Guard:
                     setattr(module, key, None)
 
     def check_flags(self, now: Guard) -> None:
+        """Raises `InputError` if a mode or a `requires_grad` has changed."""
         for name, before in self.training.items():
             if now.training.get(name, before) is not before:
                 raise InputError(
@@ -135,7 +136,7 @@ class Guard:
 
     def check_layouts(self, named: Mapping[str, Tensor], used: Collection[str]) -> None:
         """Raises `InputError` if a tensor of these names has another dtype or shape than when the model was traced."""
-        layouts = {name: layout_of(named[name]) for name in sorted(used) if name in named}
+        layouts = {name: dtype_and_shape(named[name]) for name in sorted(used) if name in named}
         changed = [name for name, layout in layouts.items() if self.layouts.get(name, layout) != layout]
         if changed:
             before, after = self.layouts[changed[0]], layouts[changed[0]]
@@ -149,6 +150,7 @@ class Guard:
             )
 
     def check_values(self, now: Guard) -> None:
+        """Raises `InputError` if a number, a text or a function that the graph holds has changed."""
         for name, before in self.values.items():
             after = now.values.get(name, MISSING)
             if after is not before and (type(after) is not type(before) or after != before):
@@ -160,16 +162,17 @@ class Guard:
                 )
 
 
-def layout_of(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+def dtype_and_shape(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
     return tensor.dtype, tuple(tensor.shape)
 
 
 def named_parts(model: nn.Module, loss_fn: Any) -> list[tuple[str, nn.Module]]:
+    """The model, and the loss if it is a module, each with the prefix of its names."""
     return [("", model), *([(LOSS_PREFIX, loss_fn)] if isinstance(loss_fn, nn.Module) else [])]
 
 
 def named_modules(model: nn.Module, loss_fn: Any) -> dict[str, nn.Module]:
-    """Every module under each of its names."""
+    """Every module of model and loss, under each of its names."""
     return {
         (prefix + inner).removesuffix("." if prefix else ""): module
         for prefix, part in named_parts(model, loss_fn)
@@ -178,16 +181,19 @@ def named_modules(model: nn.Module, loss_fn: Any) -> dict[str, nn.Module]:
 
 
 def plain_attributes(module: nn.Module) -> Iterator[str]:
-    """The attributes that are numbers, texts or functions, and the numbers and texts of the module's class: those whose
-    names the module's code reads."""
-    read = names_read(type(module))  # type: ignore[arg-type]
+    """The names of the module's attributes that are numbers, texts or functions, and of the numbers and texts of its
+    classes, as far as its code reads them."""
+    read = attributes_read(type(module))  # type: ignore[arg-type]
     return (name for name in all_plain_attributes(module) if name in read)
 
 
 @cache
-def names_read(owner: Any) -> frozenset[str]:
-    """The attributes that methods of a module's classes read, and functions beside them in their files; of any object,
-    and names in texts, for `getattr`. A counter that nothing reads may change as it likes."""
+def attributes_read(owner: Any) -> frozenset[str]:
+    """The names of attributes, of any object, that the code of a module's classes reads.
+
+    That is the code of their methods and of all functions in their files. Texts in it that could be names count as
+    read, as `getattr` may read them. An attribute that no code reads may change freely, as a counter does.
+    """
     classes = own_classes(owner)
     files = [vars(sys.modules[part.__module__]) for part in classes if part.__module__ in sys.modules]
     found: set[str] = set()
@@ -201,7 +207,7 @@ def names_read(owner: Any) -> frozenset[str]:
 
 
 def codes_of(value: object) -> list[CodeType]:
-    """The code of a function, a method of either kind, a property, or what a decorator wraps."""
+    """The code of a function, of a static, class or decorated method, or of a property. `__init__` is left out."""
     inner = [getattr(value, name, None) for name in ("fget", "__func__", "__wrapped__")]
     functions = [f for f in (value, *inner) if isinstance(f, FunctionType)]
     return [function.__code__ for function in functions if function.__name__ != "__init__"]
@@ -213,6 +219,7 @@ def own_classes(owner: type) -> tuple[type, ...]:
 
 
 def all_plain_attributes(module: nn.Module) -> Iterator[str]:
+    """The names that `plain_attributes` chooses from."""
     own = vars(module)
     yield from (name for name, value in own.items() if isinstance(value, PLAIN) and name != "training")
     inherited = {
@@ -225,10 +232,12 @@ def all_plain_attributes(module: nn.Module) -> Iterator[str]:
 
 
 def hooks_of(module: nn.Module) -> tuple[object, ...]:
+    """The hooks on the forward and backward of a module."""
     return tuple(chain.from_iterable(table.values() for table in hook_tables(module)))
 
 
 def same_objects(before: Collection[object], after: Collection[object]) -> bool:
+    """Whether two collections hold one and the same objects, in one order."""
     return len(before) == len(after) and all(map(is_, before, after))
 
 

@@ -1,16 +1,17 @@
 """How the losses of microbatches make the loss of a batch, and the gradient that each backward starts from.
 
-"mean"  the mean of the microbatches' losses: every backward starts from 1 / m
-"sum"   their sum: from 1
-tokens  loss functions that return (sum, count): the sum of all sums over the sum of all counts, so that ignored
-        tokens and microbatches of unequal weight count for what they are. The count depends on the batch alone,
-        and is known before the first forward: gradients are divided once, where they begin.
+mean    the loss is the mean of the losses of m microbatches: every backward starts from 1 / m
+sum     the loss is their sum: every backward starts from 1
+tokens  a loss function may return (sum, count). The loss is the sum of all sums over the sum of all counts, so that
+        ignored tokens, and microbatches with unequal counts, weigh right. The count depends on the batch alone and is
+        known before the first forward, so that gradients are divided once, where they begin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch import Tensor, fx
@@ -19,43 +20,49 @@ from zbfx.errors import TraceError, ZbfxError
 from zbfx.graphs import Joint, Role, TokenCount, copy_graph
 from zbfx.trace.signature import on_device
 
-REDUCTIONS = ("mean", "sum")
+
+class LossReduction(StrEnum):
+    """How the losses of microbatches without counts make the loss of their batch."""
+
+    MEAN = "mean"
+    SUM = "sum"
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """Makes one loss of the microbatches' losses."""
+    """Makes the loss of a batch from the losses of its microbatches."""
 
-    name: str
+    name: LossReduction
     microbatches: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of a microbatch's loss
     count: TokenCount | None
-
-    def __post_init__(self) -> None:
-        if self.name not in REDUCTIONS:
-            raise ZbfxError(f"loss_reduction is one of {REDUCTIONS}; found {self.name!r}")
 
     @classmethod
     def of(cls, joint: Joint, name: str, microbatches: int) -> Reduction:
+        if name not in tuple(LossReduction):
+            raise ZbfxError(f"loss_reduction is one of {tuple(map(str, LossReduction))}; found {name!r}")
         loss = next(v for v, p in zip(joint.output_values, joint.outputs, strict=True) if p.role is Role.LOSS)
-        return cls(name, microbatches, loss.meta["val"].dtype, joint.count)
+        return cls(LossReduction(name), microbatches, loss.meta["val"].dtype, joint.count)
 
     def tokens(self, rows: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
-        """The count of a batch, a float64 scalar; `rows` are its microbatches' tensors. None: losses have no count."""
+        """The count of a batch as a float64 scalar, from the tensors of its microbatches. None if losses have none."""
         return None if self.count is None else torch.stack([self.count(row).double() for row in rows]).sum()
 
     def weigh(self, weight: Tensor, tokens: Tensor | None, replicas: int = 1) -> None:
-        """Make `weight` the gradient of the batch's loss by each microbatch's loss; `tokens` counts the batches of all
-        replicas. The host must not wait here: it would for the whole step before, and the device then for the launches
-        of this one."""
+        """Fill `weight` with the gradient of the batch's loss by the loss of each microbatch.
+
+        `tokens` is the count of the batches of all replicas.
+        """
+        # The host must not wait for the device here. It would wait for the whole step before this one, and the device
+        # then for the launches of this step.
         if tokens is None:
-            weight.fill_(1.0 / (self.microbatches * replicas) if self.name == "mean" else 1.0)
+            weight.fill_(1.0 / (self.microbatches * replicas) if self.name is LossReduction.MEAN else 1.0)
         else:
             weight.copy_(on_device(torch.where(tokens > 0, 1.0 / tokens, 0.0), weight.device))
 
     def combine(self, losses: Sequence[Tensor], gradient: Tensor) -> Tensor:
         """The batch's loss, a scalar, from those of the microbatches of all replicas."""
-        if self.name == "mean" and self.count is None:
+        if self.name is LossReduction.MEAN and self.count is None:
             return torch.stack(list(losses)).mean()
         return torch.stack(list(losses)).sum() * gradient
 
@@ -84,6 +91,7 @@ def separate_count(joint: Joint) -> Joint:
 
 
 def token_count(joint: Joint, value: fx.Node) -> TokenCount:
+    """The graph that computes a count, which is a value of the joint graph, from the microbatch alone."""
     graph = copy_graph(joint.graph)
     names = {node.name: node for node in graph.nodes}
     graph.output_node().args = (names[value.name],)

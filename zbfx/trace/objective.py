@@ -1,4 +1,4 @@
-"""What is traced: model and loss as one module, which returns the loss of a microbatch."""
+"""What is traced: the model and its loss as one module, which returns the loss of a microbatch."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Objective(nn.Module):
         super().__init__()
         self.model, self.loss_fn, self.signature = model, loss_fn, signature
         self.lines = UserLines(model) if traced else contextlib.nullcontext()
-        self.part = "the model"  # at work: else "loss_fn", or "the backward"
-        self.replaced: set[str] = set()  # buffers
+        self.part = "the model"  # what is at work, for messages: then "loss_fn", then "the backward"
+        self.replaced: set[str] = set()  # the names of buffers that the forward replaces by new tensors
         self.first = FirstForward(("", model), (LOSS_PREFIX.removesuffix("."), loss_fn))
-        self.starts_afresh = False  # every pass is a first forward
-        self.made: list[str] = []  # the names of what it made, a further output each
-        self.results = 1
-        self.leaves: list[Tensor] = []  # to which the gradient of the loss flows
+        self.starts_afresh = False  # whether every pass is a first forward
+        self.made: list[str] = []  # the names of the tensors that such a pass made: each is a further output
+        self.results = 1  # the number of outputs before these
+        self.leaves: list[Tensor] = []  # the tensors to which the gradient of the loss flows
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         if self.starts_afresh:
@@ -58,6 +58,7 @@ class Objective(nn.Module):
         return (loss, *count, *copies) if count or copies else loss
 
     def losses(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The loss of a microbatch, and its count if the loss function returns one."""
         args, kwargs = self.signature.unflatten(tensors)
         with self.lines:
             output = self.model(*args[: self.signature.input_count], **kwargs)
@@ -70,7 +71,8 @@ class Objective(nn.Module):
             return checked_loss(loss[0], "loss_fn"), checked_count(loss)
 
     def keep_buffers(self, _: Tensor) -> None:
-        """As the backward begins: recomputing reads buffers as the forward found them, and its writes go nowhere."""
+        """Called as the backward begins. Code that recomputes reads buffers as the forward found them; its writes are
+        lost."""
         self.part = "the backward"
         for module in self.modules():
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
@@ -78,7 +80,7 @@ class Objective(nn.Module):
 
 
 def keep_replaced(name: str, before: Tensor, after: Tensor | None) -> None:
-    """A buffer that the model replaces (`self.count = self.count + 1`) is written like one changed in place."""
+    """Write the new tensor of a buffer that the model replaces (`self.count = self.count + 1`) into the old one."""
     if after is None or after.shape != before.shape or after.dtype != before.dtype:
         found = "nothing" if after is None else f"{after.dtype} of shape {tuple(after.shape)}"
         converted = after is not None and after.shape == before.shape
@@ -105,6 +107,7 @@ def model_loss(output: Any) -> Any:
 
 
 def checked_loss(loss: Any, source: str) -> Tensor:
+    """The loss as a scalar. Raises `TraceError` if `source` returned anything that cannot be differentiated."""
     refuse_subclass(f"the loss that {source} returns", loss)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -139,6 +142,7 @@ def leaves_of(loss: Tensor) -> list[Tensor]:
 
 
 def checked_count(loss: tuple[Any, ...]) -> Tensor:
+    """The count of a (sum, count) loss as a scalar. Raises `TraceError` for any other tuple."""
     if len(loss) != 2 or not isinstance(loss[1], Tensor) or loss[1].numel() != 1:
         raise TraceError(
             f"loss_fn returns a scalar, or (sum, count) of two scalar tensors; found {len(loss)} entries, "
@@ -151,7 +155,7 @@ def checked_count(loss: tuple[Any, ...]) -> Tensor:
 
 
 class UserLines(TorchFunctionMode):
-    """Writes the user's file and line, and the submodule at work, into every node traced: `model.py:12 in blocks.0`."""
+    """Writes the user's line and the submodule at work into every node that is traced: `model.py:12 in blocks.0`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -188,15 +192,15 @@ class UserLines(TorchFunctionMode):
                     f"place in the model), with the seed of run_local or bind. Numbers that are to be the same in "
                     f"every forward are drawn in __init__ (register_buffer)"
                 )
-        # The fused layer of the CPU library keeps what its backward needs only where autograd sees it run.
+        # The fused LSTM of oneDNN keeps what its backward needs only where autograd sees it run.
         fused = func is torch.lstm
         with _torch.without_mkldnn() if fused else contextlib.nullcontext():
             return func(*args, **(kwargs or {}))
 
 
 def writes(func: Any, args: Any) -> bool:
-    """Whether a torch function changes its first argument (`add_`, `__iadd__`, `__setitem__`), a tensor that the tracer
-    does not know. torch.func asks for gradients of what it wraps tensors in, which changes nothing."""
+    """Whether a torch function (`add_`, `__iadd__`, `__setitem__`) changes its first argument, and the tracer does not
+    know that tensor. torch.func calls `requires_grad_` on the wrappers of tensors, which changes no tensor."""
     name = str(getattr(func, "__name__", ""))
     if not ((name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"):
         return False

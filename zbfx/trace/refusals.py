@@ -1,4 +1,4 @@
-"""Why a model cannot be traced: what failed, whether the example is to blame, and at which line of the user's."""
+"""Why a model cannot be traced: what failed, whether the example is to blame, and at which line of the user's code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zbfx import _torch
 from zbfx._torch import aten
 from zbfx.errors import TraceError, first_line
 
-WRAPPERS = (contextlib.__file__, functools.__file__)  # in the stack wherever code is decorated
+WRAPPERS = (contextlib.__file__, functools.__file__)  # files in the stack of all decorated code
 LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), *WRAPPERS)
 DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 CHECKS_OF_ARGUMENTS = ("__init__", "_validate_sample")
@@ -26,7 +26,7 @@ FIT = (
     "after outputs"
 )
 
-# Operators that take no mix of dtypes, which their kernels for fake tensors do not check.
+# Operators whose kernels refuse a mix of dtypes, while those for fake tensors let it pass.
 ONE_DTYPE = {
     aten.mm.default,
     aten.addmm.default,
@@ -40,9 +40,10 @@ ONE_DTYPE = {
 
 
 def refuse(error: Exception, model: nn.Module, part: str, fails_alone: Callable[[], bool]) -> None:
-    """Raise the `TraceError` for what went wrong in tracing; `fails_alone`: in the plain model too, on the example.
+    """Raise the `TraceError` for an error in tracing.
 
-    `part` is what ran when it did: "the model", "loss_fn", or "the backward".
+    `part` is what was at work: "the model", "loss_fn", or "the backward". `fails_alone` says whether the plain model
+    fails on the example too.
     """
     if isinstance(error, _torch.DATA_DEPENDENT_ERRORS):
         raise TraceError(
@@ -57,7 +58,8 @@ def refuse(error: Exception, model: nn.Module, part: str, fails_alone: Callable[
             "no data. Clear it (cache_clear()), and make the tensor in __init__ (register_buffer)"
         ) from error
     line, module = user_line(error), module_at_work(error, model)
-    at = f"in {part}" if line == UNKNOWN_LINE else f"at {line}" + (f" in {module}" if module else "")
+    has_line = bool(user_frames(error))
+    at = f"at {line}" + (f" in {module}" if module else "") if has_line else f"in {part}"
     if any("_higher_order_ops" in frame.filename for frame in traceback.extract_tb(error.__traceback__)):
         raise TraceError(
             f"the model runs an operator that holds graphs of its own, like torch.cond, at {line}: its backward cannot "
@@ -65,7 +67,7 @@ def refuse(error: Exception, model: nn.Module, part: str, fails_alone: Callable[
         ) from error
     text = f"{type(error).__name__}: {first_line(error).removesuffix('.')}"
     if not _torch.is_limit_of_fakes(error) and fails_alone():
-        change = "" if line == UNKNOWN_LINE else ", or change that line"
+        change = ", or change that line" if has_line else ""
         raise TraceError(
             f"the arguments of the example do not fit {part}, which fails on them without zbfx too: {text}, {at}. "
             f"{FIT}{change}"
@@ -88,8 +90,8 @@ def way_out(error: Exception) -> str:
 
 
 def refuse_mixed_dtypes(graph: fx.Graph) -> None:
-    """Raise where an operator of the forward gets dtypes that its kernel refuses: an example of a dtype that the
-    parameters do not have."""
+    """Raise where an operator of the forward gets a mix of dtypes that its kernel refuses. The example then has another
+    dtype than the parameters."""
     for node in graph.nodes:
         values = [source.meta.get("val") for source in node.all_input_nodes] if node.target in ONE_DTYPE else []
         dtypes = dict.fromkeys(str(value.dtype) for value in values if isinstance(value, Tensor))
@@ -102,11 +104,16 @@ def refuse_mixed_dtypes(graph: fx.Graph) -> None:
             )
 
 
-def user_line(error: BaseException) -> str:
-    """File, line and text of the innermost frame that is neither torch's nor ours; else of the layer of torch."""
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames that an error went through outside of torch and zbfx; if there are none, those of layers of torch."""
     stack = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in stack if not frame.filename.startswith(LIBRARY_FOLDERS)]
-    frames = frames or [f for f in stack if "/nn/modules/" in f.filename and not f.filename.endswith("/module.py")]
+    return frames or [f for f in stack if "/nn/modules/" in f.filename and not f.filename.endswith("/module.py")]
+
+
+def user_line(error: BaseException) -> str:
+    """File, line and text of the innermost of `user_frames`."""
+    frames = user_frames(error)
     return f"{frames[-1].filename}:{frames[-1].lineno} `{frames[-1].line}`" if frames else UNKNOWN_LINE
 
 
@@ -120,7 +127,7 @@ def module_at_work(error: BaseException, model: nn.Module) -> str:
 
 
 def refuse_flex_attention(error: BaseException) -> None:
-    """The scores of flex_attention are a graph inside an operator."""
+    """Raise if an error came from flex_attention, whose scores are a graph inside an operator."""
     stack = traceback.extract_tb(error.__traceback__)
     if any(frame.filename.endswith("/nn/attention/flex_attention.py") for frame in stack):
         raise TraceError(
@@ -131,7 +138,7 @@ def refuse_flex_attention(error: BaseException) -> None:
 
 
 def refuse_subclass(name: str, tensor: Any) -> None:
-    """A tensor made of other tensors, like DTensor, is not one value that a stage can hold or send."""
+    """Raise for a tensor that is made of others, like a DTensor: a stage cannot hold or send it as one value."""
     if hasattr(tensor, "__tensor_flatten__"):
         raise TraceError(
             f"{name} is a {type(tensor).__name__}, a tensor made of other tensors; expected a plain torch.Tensor. "

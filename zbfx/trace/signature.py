@@ -19,19 +19,18 @@ SHORTER = "Leave out a last batch that is shorter (DataLoader(..., drop_last=Tru
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a microbatch: its path in the call, how the graph reads it (a batch with other strides is copied),
-    and the dimension that is cut (None: given to every microbatch whole)."""
+    """One tensor of a microbatch."""
 
-    name: str
+    name: str  # its path in the call
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    stride: tuple[int, ...]  # what the graph reads; a batch with other strides is copied
     dtype: torch.dtype
-    batch_dim: int | None
+    batch_dim: int | None  # the dimension at which a batch is cut; None where every microbatch gets the whole tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A leaf of the call that is no tensor: its value is part of the traced graph."""
+    """A leaf of the call that is no tensor. Its value is part of the traced graph."""
 
     name: str
     value: Any
@@ -47,7 +46,8 @@ class Signature:
 
     @classmethod
     def of(cls, inputs: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any]) -> Signature:
-        """Every tensor with the first tensor's leading size is cut along dimension 0; others are given whole."""
+        """The signature of the call with these arguments. Tensors as long as the first one are cut along dimension 0;
+        every microbatch gets the others whole."""
         named, structure = pytree.tree_flatten_with_path(((*inputs, *targets), dict(kwargs)))
         for path, leaf in named:
             if isinstance(leaf, Tensor):
@@ -62,7 +62,7 @@ class Signature:
                 0 if leaf.ndim and leaf.shape[0] == sizes[0] else None,
             )
             if isinstance(leaf, Tensor)
-            else Constant(path_name(path, len(inputs)), snapshot(leaf))
+            else Constant(path_name(path, len(inputs)), independent_copy(leaf))
             for path, leaf in named
         )
         return cls(structure, leaves, len(inputs))
@@ -72,14 +72,14 @@ class Signature:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
 
     def batch_shapes(self, microbatches: int) -> dict[str, tuple[int, ...]]:
-        """By name, the shapes of the tensors of a batch with so many microbatches like the example."""
+        """By name, the shapes of the tensors of a batch of microbatches of the example's shapes."""
         return {
             spec.name: spec.shape if spec.batch_dim is None else (spec.shape[0] * microbatches, *spec.shape[1:])
             for spec in self.tensors
         }
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensors of a call, its structure and constants checked against the example's. Raises `InputError`."""
+        """The tensors of a call. Raises `InputError` if its structure or its constants are not those of the example."""
         try:
             values = self.structure.flatten_up_to((tuple(args), dict(kwargs)))  # dicts by key, in any order
         except ValueError:
@@ -107,14 +107,14 @@ class Signature:
         return tensors
 
     def unflatten(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call's (positional, keyword) arguments with its tensors replaced."""
+        """The positional and keyword arguments of a call with these tensors."""
         remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(leaf, TensorSpec) else leaf.value for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         return args, kwargs
 
     def microbatches_in(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-        """How many microbatches of the example's shape a batch has; None if its shapes are others."""
+        """How many microbatches of the example's shapes a batch has. None if its shapes do not divide so."""
         counts: set[int | None] = set()
         for spec, tensor in zip(self.tensors, self.flatten(args, kwargs), strict=True):
             shape, size = tuple(tensor.shape), spec.shape[0] if spec.batch_dim == 0 else 0
@@ -128,7 +128,7 @@ class Signature:
     def first_microbatch(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a batch's first microbatch. Raises `InputError` if it does not divide."""
+        """The arguments of a batch's first microbatch. Raises `InputError` if the batch does not divide."""
         first = []
         pairs = list(zip(self.tensors, self.flatten(args, kwargs), strict=True))
         refuse_uncut(pairs, microbatches)
@@ -146,7 +146,8 @@ class Signature:
         return self.unflatten(first)
 
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int) -> list[list[Tensor]]:
-        """The tensors of every microbatch, cut from a full batch. Raises `InputError` before anything is sent."""
+        """The tensors of every microbatch, cut from a full batch. Raises `InputError` if the batch is not one like the
+        example times `microbatches`."""
         columns = []
         pairs = list(zip(self.tensors, self.flatten(args, kwargs), strict=True))
         refuse_uncut(pairs, microbatches)
@@ -186,7 +187,8 @@ def refuse_sparse(name: str, tensor: Tensor) -> None:
 
 
 def refuse_uncut(pairs: Sequence[tuple[TensorSpec, Tensor]], microbatches: int) -> None:
-    """Raise where one tensor comes as the example had it and others are longer: cut with the batch by coincidence."""
+    """Raise where one tensor has the length of the example and others are longer. The example had it as long as a
+    microbatch by coincidence, and so it is cut like the batch."""
     cut = [(spec, tensor) for spec, tensor in pairs if spec.batch_dim == 0]
     if microbatches == 1 or len({tuple(tensor.shape[:1]) for _, tensor in cut}) < 2:
         return
@@ -202,8 +204,8 @@ def refuse_uncut(pairs: Sequence[tuple[TensorSpec, Tensor]], microbatches: int) 
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device, for which the host need not wait: from pinned memory of ours, as the caller may change
-    what is his at once."""
+    """The tensor on a device, without the host waiting for the copy. That goes through new pinned memory, as the caller
+    may change the tensor right after."""
     if tensor.device.type == "cpu" and device.type == "cuda":
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
     return tensor.to(device, non_blocking=True)
@@ -216,8 +218,8 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return stride if extent == tensor.numel() else tuple(torch.empty(shape, device="meta").stride())
 
 
-def snapshot(value: Any) -> Any:
-    """A copy that stays what it is if the caller changes the object; the object itself where none can be told apart."""
+def independent_copy(value: Any) -> Any:
+    """A copy of a value, which does not change with it; the value itself where a copy cannot be made or compared."""
     try:
         copied = copy.deepcopy(value)
     except Exception:
@@ -226,7 +228,7 @@ def snapshot(value: Any) -> Any:
 
 
 def same_value(left: Any, right: Any) -> bool:
-    """Whether two arguments that are no tensors mean the same: equal, or of one type with equal attributes."""
+    """Whether two arguments are equal, or have one type and equal attributes where that type does not compare."""
     if left is right:
         return True
     if isinstance(left, Tensor):
@@ -244,12 +246,12 @@ def same_value(left: Any, right: Any) -> bool:
 
 
 def dir_of(value: Any) -> set[str]:
-    """What the classes of a value define, `object` aside."""
+    """The names that the classes of a value define, `object` aside."""
     return {name for owner in type(value).__mro__[:-1] for name in vars(owner)}
 
 
 def path_name(path: Sequence[Any], input_count: int) -> str:
-    """`inputs[0]`, `targets[1]['mask']`, `labels` for a path into (positional, keyword) arguments."""
+    """The name of the leaf at a path into (positional, keyword) arguments, like `inputs[0]` or `targets[1]['mask']`."""
     first, index, *rest = path
     if first.idx == 1:
         return str(index.key) + pytree.keystr(tuple(rest))

@@ -1,4 +1,4 @@
-"""The user's model and loss: what a graph was traced from, and whose tensors a pipeline trains."""
+"""The user's model and loss: what a graph was traced from, and the holder of the tensors that a pipeline trains."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from zbfx.trace.tracer import canonical_names, named_tensors
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """`guard` is what the trace took from model and loss beside their tensors; `local` are this process's parts of
-    sharded parameters, by name."""
+    """A model and its loss. `guard` holds what the trace took from them besides tensors, and `local`, by name, this
+    process's parts of sharded parameters."""
 
     model: nn.Module
     loss_fn: Callable[..., Any] | None
@@ -29,6 +29,6 @@ class Source:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The live tensors by canonical name: tied ones once, of sharded ones this process's part."""
+        """The live tensors by canonical name. A tied tensor comes once, a sharded one as this process's part."""
         named = {**self.named, **self.local}
         return {name: named[name] for name in dict.fromkeys(canonical_names(self.model, self.loss_fn).values())}

@@ -1,7 +1,7 @@
 """Sizes of a microbatch that are symbols while it is traced, and numbers afterwards.
 
-The tracer writes down what it took for granted about the symbols (guards). Numbers that keep the guards may be put in
-place of the symbols: the graph is then the one that tracing with these numbers would give.
+The tracer writes down what it assumes about the symbols (guards). Numbers that meet the guards may take the place of
+the symbols: the graph is then the one that tracing with these numbers would give.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from zbfx.errors import ZbfxError
 from zbfx.passes.sizes import SYMBOLIC, Size, size_of
 from zbfx.trace.signature import Signature, TensorSpec
 
-Place = tuple[int, int]  # a tensor of the microbatch, by its position, and a dimension of it
+Dimension = tuple[int, int]  # the index of a tensor of the microbatch, and of one of its dimensions
 Shapes = Sequence[tuple[int, ...]]
 
 
 class GuardBroken(ZbfxError):
-    """Sizes for which a graph traced with symbols does not hold."""
+    """A graph that was traced with symbols does not hold for these sizes."""
 
 
 class Sizes:
-    """One symbol for each group of places, which have one size in the microbatch that is traced."""
+    """A symbol for each group of dimensions. In the microbatch that is traced, those of a group have one size."""
 
-    def __init__(self, signature: Signature, groups: Sequence[Sequence[Place]]) -> None:
+    def __init__(self, signature: Signature, groups: Sequence[Sequence[Dimension]]) -> None:
         self.signature, self.groups = signature, [tuple(group) for group in groups]
         self.env = _torch.shape_env()
-        self.ints: dict[Place, torch.SymInt] = {}
+        self.ints: dict[Dimension, torch.SymInt] = {}
         self.symbols: list[sympy.Symbol] = []
         for group in self.groups:
             index, dim = group[0]
@@ -39,27 +39,28 @@ class Sizes:
             self.ints |= dict.fromkeys(group, symbol)
             self.symbols.append(symbol.node.expr)
 
-    def name(self, place: Place) -> str:
-        return f"{self.signature.tensors[place[0]].name}.shape[{place[1]}]"
+    def name(self, dimension: Dimension) -> str:
+        """A dimension in the words of messages: `inputs[0].shape[1]`."""
+        return f"{self.signature.tensors[dimension[0]].name}.shape[{dimension[1]}]"
 
     def layout(self, index: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Shape and strides of a tensor of the microbatch, with symbols."""
+        """The shape and strides of a tensor of the microbatch, with symbols in them."""
         spec = self.signature.tensors[index]
         shape = tuple(self.ints.get((index, dim), size) for dim, size in enumerate(spec.shape))
         return shape, strides_like(spec, shape)
 
-    def fixed(self) -> set[Place]:
-        """The places whose size the tracer has taken for a number."""
+    def fixed(self) -> set[Dimension]:
+        """The dimensions for which the graph holds at one size alone."""
         known = self.env.replacements
         return {
-            place
+            dimension
             for group, symbol in zip(self.groups, self.symbols, strict=True)
             if isinstance(known.get(symbol), sympy.Integer)
-            for place in group
+            for dimension in group
         }
 
     def values(self, shapes: Shapes) -> dict[sympy.Symbol, int]:
-        """The number of each symbol for a microbatch of these shapes. Raises `GuardBroken`."""
+        """The number of each symbol for these shapes. Raises `GuardBroken` where the graph does not hold."""
         values: dict[sympy.Symbol, int] = {}
         for group, symbol in zip(self.groups, self.symbols, strict=True):
             found = {shapes[index][dim] for index, dim in group}
@@ -78,7 +79,7 @@ class Sizes:
 
 
 def strides_like(spec: TensorSpec, shape: Sequence[Any]) -> tuple[Any, ...]:
-    """Dense strides for `shape`, its dimensions in memory in the order of the example's."""
+    """Dense strides for `shape`, with its dimensions in the order in which those of the example lie in memory."""
     order = sorted(range(len(shape)), key=lambda dim: (spec.stride[dim], -dim))
     strides: list[Any] = [1] * len(shape)
     step: Any = 1
@@ -88,9 +89,12 @@ def strides_like(spec: TensorSpec, shape: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(strides)
 
 
-def changed(signature: Signature, shapes: Shapes) -> list[list[Place]]:
-    """The places where these shapes differ from the example's, those that changed alike together."""
-    groups: dict[tuple[int, int], list[Place]] = {}
+def changed_dimensions(signature: Signature, shapes: Shapes) -> list[list[Dimension]]:
+    """The dimensions in which these shapes differ from the example's, in groups with one old and one new size.
+
+    Raises `GuardBroken` for a tensor with another number of dimensions.
+    """
+    groups: dict[tuple[int, int], list[Dimension]] = {}
     for index, (spec, shape) in enumerate(zip(signature.tensors, shapes, strict=True)):
         if len(spec.shape) != len(shape):
             raise GuardBroken(f"{spec.name} had {len(spec.shape)} dimensions in the example; found {len(shape)}")
@@ -101,7 +105,7 @@ def changed(signature: Signature, shapes: Shapes) -> list[list[Place]]:
 
 
 class Numbers:
-    """Puts numbers in place of symbols: in sizes, in tensors, in nests of them."""
+    """Puts numbers in the place of symbols, in sizes, in fake tensors, and in tuples and lists of them."""
 
     def __init__(self, values: Mapping[sympy.Symbol, int]) -> None:
         self.given = values
@@ -122,13 +126,14 @@ class Numbers:
         return value
 
     def number(self, expression: sympy.Basic, kind: type) -> Any:
+        """An expression of symbols as a number of this type."""
         key = (expression, kind)
         if key not in self.known:
             self.known[key] = kind(expression.xreplace(self.given))
         return self.known[key]
 
     def tensor(self, value: torch.Tensor) -> torch.Tensor:
-        """A fake tensor of these sizes; equal ones are one, since nothing is ever written into them."""
+        """A fake tensor of these sizes. Equal ones are one object, as nothing is ever written into them."""
         shape, stride = value.shape, value.stride()
         if all(type(size) is int for size in (*shape, *stride)):
             return value

@@ -1,8 +1,8 @@
-"""Models whose parameters are DTensors, sharded over a mesh dimension beside the pipeline: a stage runs on several
-processes, each with its shards, and their collectives are nodes of its F, B and W.
+"""Models whose parameters are DTensors, sharded over a mesh dimension beside the pipeline.
 
-The tracer writes the graph of one process's local tensors. A collective and its wait become one node, which stays in
-one phase. What a process trains is the local part of each parameter.
+A stage then runs on several processes. Each has its shards, and the collectives between them are nodes of the stage's
+F, B and W. The tracer writes the graph of one process's local tensors. A collective and its wait become one node, so
+that both stay in one phase. A process trains the local part of each parameter.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from zbfx.errors import ZbfxError
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether a tensor is a parameter of which each process of a mesh holds a part."""
+    """Whether a tensor is a parameter that the processes of a mesh hold in parts."""
     return isinstance(tensor, nn.Parameter) and isinstance(tensor, DTensor)
 
 
 def local_parts(named: dict[str, Tensor]) -> dict[str, nn.Parameter]:
-    """This process's part of each sharded parameter, as a parameter of its own on the same memory."""
+    """This process's part of each sharded parameter, as a plain parameter on the memory of that part."""
     return {
         name: nn.Parameter(tensor.to_local().detach(), tensor.requires_grad)  # type: ignore[attr-defined]
         for name, tensor in named.items()
@@ -32,9 +32,9 @@ def local_parts(named: dict[str, Tensor]) -> dict[str, nn.Parameter]:
     }
 
 
-def refuse_measuring(local: Mapping[str, nn.Parameter], costs: object) -> None:
-    """Stages of a model with sharded parameters run on several processes at once: none can time them alone."""
-    if local and costs == "measure":
+def refuse_measuring(local: Mapping[str, nn.Parameter], measures: bool) -> None:
+    """Raise where costs are to be measured of a model with sharded parameters: no process can time a stage alone."""
+    if local and measures:
         raise ZbfxError(
             "costs='measure' times each stage on one process, and those of a model with DTensor parameters run on "
             "several; use costs='estimate' or a CostTable"
@@ -42,7 +42,7 @@ def refuse_measuring(local: Mapping[str, nn.Parameter], costs: object) -> None:
 
 
 def fake_sharded(parameter: DTensor, fake_mode: Any, device: torch.device) -> nn.Parameter:
-    """The same parameter with a fake local part on `device`."""
+    """A copy of a sharded parameter with a fake local part on `device`."""
     local = parameter.to_local().detach()
     with fake_mode:
         fake = torch.empty_strided(local.size(), local.stride(), dtype=local.dtype, device=device)
@@ -58,8 +58,8 @@ def fake_sharded(parameter: DTensor, fake_mode: Any, device: torch.device) -> nn
 
 
 def place_gradients(module: nn.Module) -> None:
-    """Under the tracer: let the gradient of each sharded parameter be placed like the parameter (a sum over the mesh
-    that is not made yet is made then)."""
+    """Let the tracer place the gradient of each sharded parameter like the parameter. A gradient that is still to be
+    summed over the mesh is summed then."""
     for parameter in module.parameters():
         if isinstance(parameter, DTensor) and parameter.requires_grad:
             placements = parameter.placements
@@ -69,8 +69,8 @@ def place_gradients(module: nn.Module) -> None:
 
 
 def localize(module: fx.GraphModule) -> fx.GraphModule:
-    """The traced graph over local tensors alone: without the meshes that are inputs and outputs of it, and with each
-    collective and its wait as one node."""
+    """Reduce a traced graph, in place, to local tensors. Meshes are no longer inputs and outputs of it, and each
+    collective is one node with its wait."""
     graph, output = module.graph, module.graph.output_node()
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):

@@ -1,7 +1,7 @@
 """Model, loss and an example microbatch -> `Joint`: one graph of forward, loss and backward.
 
-Nothing is allocated and nothing changes: the model is copied with fake tensors in place of its parameters and
-buffers, and the copy is traced.
+The model stays untouched and nothing is allocated. A copy of the model is traced, with fake tensors in the place of its
+parameters and buffers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zbfx.trace.tensor_parallel import fake_sharded, is_sharded, localize
 
 
 class KeptTensors(Exception):
-    """Tracing has failed, and the model has made tensors in the first pass that it may have found in the next."""
+    """Tracing has failed, perhaps because a pass found tensors that the model had made in the pass before it."""
 
 
 TRACER = threading.RLock()
@@ -41,12 +41,12 @@ TRACER = threading.RLock()
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """The tracer changes torch for the whole process while it runs: threads that compile take turns."""
+    """Let one thread trace at a time, as the tracer changes torch for the whole process while it runs."""
     with TRACER:
         yield
 
 
-# A step may meet a new shape, and evaluate its first batch, where no gradients are asked for.
+# Gradients are switched on: a step may meet a new shape, or evaluate its first batch, under `torch.no_grad()`.
 @one_at_a_time()
 @_torch.without_looks_at_masks()
 @torch.inference_mode(mode=False)
@@ -65,10 +65,10 @@ def trace(
 ) -> tuple[Joint, Signature]:
     """The joint graph of one microbatch on `device`, and the structure of the call.
 
-    Parameters and inputs may live on the meta device. Raises `TraceError` where the model needs values of tensors
-    to decide what to run, or has no loss to differentiate: the message names the user's line. `sizes` says which sizes
-    of the microbatch are symbols; those that the model computes from them are arguments of the graph's nodes. `undo`
-    takes out of a copy of model and loss what plain forwards have made since an earlier trace.
+    Parameters and inputs may live on the meta device. `sizes` says which sizes of the microbatch are symbols. Sizes
+    that the model computes from them are arguments of the graph's nodes. `undo` takes out of a copy of model and loss
+    what forwards outside of steps have made since an earlier trace. Raises `TraceError`, with the user's line, where
+    the model needs values of tensors to decide what to run, or has no loss to differentiate.
     """
     signature = Signature.of(example_inputs, example_kwargs, example_targets)
     for spec, example in zip(
@@ -91,7 +91,7 @@ def trace(
         return objective.eval() if evaluation else objective
 
     def fails_alone() -> bool:
-        """Whether plain PyTorch fails on these arguments too, on tensors without data."""
+        """Whether plain PyTorch fails on fake tensors like these arguments too."""
         try:
             with fake_mode, torch.enable_grad():
                 objective_of(traced=False).losses(tuple(inputs))
@@ -133,7 +133,7 @@ def trace(
 def afresh(
     objective_of: Callable[[], Objective], captured: Callable[[Objective], fx.GraphModule]
 ) -> tuple[Objective, fx.GraphModule]:
-    """Trace a model that finds tensors of its last forward, as if each were its first (`zbfx.trace.first_forward`)."""
+    """Trace a model that finds tensors of the forward before, with every pass as a first one (`first_forward.py`)."""
     objective = objective_of()
     objective.starts_afresh = True
     module = captured(objective)
@@ -158,7 +158,7 @@ def afresh(
 
 
 def named_tensors(model: nn.Module, loss_fn: Any) -> dict[str, Tensor]:
-    """Every parameter and buffer under each of its names; those of a loss module begin with `loss_fn.`."""
+    """Every parameter and buffer under each of its names. The names of a loss module's begin with `loss_fn.`."""
     named = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -170,7 +170,7 @@ def named_tensors(model: nn.Module, loss_fn: Any) -> dict[str, Tensor]:
 
 
 def plain_tensors(model: nn.Module) -> list[tuple[nn.Module, str, str, Tensor]]:
-    """Tensors that modules hold as plain attributes: module, attribute, qualified name and tensor."""
+    """The tensors that modules hold as plain attributes, each with its module, attribute and qualified name."""
     return [
         (module, attribute, f"{prefix}.{attribute}" if prefix else attribute, value)
         for prefix, module in model.named_modules()
@@ -180,13 +180,13 @@ def plain_tensors(model: nn.Module) -> list[tuple[nn.Module, str, str, Tensor]]:
 
 
 def canonical_names(model: nn.Module, loss_fn: Any) -> dict[str, str]:
-    """For each name of a parameter or buffer, the first name of the same tensor: what `named_parameters()` says."""
+    """For each name of a parameter or buffer, the first name of its tensor, which is what `named_parameters()` says."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in named_tensors(model, loss_fn).items()}
 
 
 def fake_like(tensor: Tensor, fake_mode: Any, device: torch.device) -> Tensor:
-    """A fake tensor of the same size, strides and dtype on `device`; a parameter gives a parameter."""
+    """A fake tensor with the size, strides and dtype of a tensor, on `device`. For a parameter it is a parameter."""
     with fake_mode:
         fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
@@ -195,9 +195,9 @@ def fake_like(tensor: Tensor, fake_mode: Any, device: torch.device) -> Tensor:
 
 
 def fake_copies(model: nn.Module, loss_fn: Any, fake_mode: Any, device: torch.device) -> tuple[nn.Module, Any]:
-    """Copies of model and loss whose parameters and buffers are fake: tensors that were one stay one.
+    """Copies of model and loss whose parameters and buffers are fake. A tensor with two names has two names there too.
 
-    In the copies, tensors that are plain attributes are buffers, so that the pipeline reads and writes the live ones.
+    In the copies, tensors that are plain attributes are buffers. So the pipeline reads and writes the live ones.
     """
     memo: dict[int, Any] = {}
     for name, tensor in named_tensors(model, loss_fn).items():
@@ -228,7 +228,7 @@ def fake_copies(model: nn.Module, loss_fn: Any, fake_mode: Any, device: torch.de
 
 
 def attributes_without_copy(model: nn.Module, memo: Mapping[int, Any]) -> list[str]:
-    """The qualified names of the attributes of modules that `copy.deepcopy` fails for."""
+    """The qualified names of the attributes that `copy.deepcopy` fails for."""
     found = []
     for prefix, module in model.named_modules():
         for attribute, value in vars(module).items():
@@ -243,8 +243,10 @@ def attributes_without_copy(model: nn.Module, memo: Mapping[int, Any]) -> list[s
 def as_joint(
     module: fx.GraphModule, signature: Signature, canonical: Mapping[str, str], leaves: Sequence[Tensor]
 ) -> Joint:
-    """Read the roles off the tracer's descriptors; lift tensor constants to inputs, none of which may be one of the
-    `leaves`, to which gradients flow; give tied tensors one name."""
+    """A traced graph as a joint graph, with roles from the tracer's descriptors and one name for tied tensors.
+
+    Constant tensors become inputs. None of them may be one of the `leaves`, to which gradients flow.
+    """
     graph = copy_graph(module.graph)
     inputs = [input_port(node.meta["desc"], signature, canonical) for node in graph.find_nodes(op="placeholder")]
     constants: dict[str, Tensor] = {}
@@ -277,8 +279,8 @@ def as_joint(
 
 
 def refuse_learning(constants: Mapping[str, Tensor], placeholders: Mapping[str, fx.Node]) -> None:
-    """Tensors that the code finds elsewhere are constants of the graph: what would train them in plain PyTorch would be
-    lost."""
+    """Raise for the constants of a graph that require a gradient. Plain PyTorch would train them, and a pipeline would
+    not."""
     for name, tensor in constants.items():
         lines = [user.meta["stack_trace"] for user in placeholders[name].users if user.meta.get("stack_trace")]
         raise TraceError(
@@ -290,6 +292,7 @@ def refuse_learning(constants: Mapping[str, Tensor], placeholders: Mapping[str, 
 
 
 def input_port(description: Any, signature: Signature, canonical: Mapping[str, str]) -> Port:
+    """The role and name of an input, from the tracer's description of it."""
     match description:
         case _torch.ParamAOTInput(target=target):
             return Port(Role.PARAMETER, canonical[target.removeprefix(MODEL_PREFIX)])
@@ -303,6 +306,7 @@ def input_port(description: Any, signature: Signature, canonical: Mapping[str, s
 
 
 def output_port(value: fx.Node, description: Any, signature: Signature, canonical: Mapping[str, str]) -> Port:
+    """The role and name of an output, from the tracer's description of it."""
     match description:
         case _torch.PlainAOTOutput(idx=index):
             return Port(Role.LOSS, "loss") if index == 0 else Port(Role.COUNT, "count")

@@ -1,0 +1,64 @@
+"""TEMPORARY: what still breaks the rules of `tests/layers.py`. A line that is done must go, or the tests fail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+REMAINING: Mapping[str, tuple[str, ...]] = {
+    "every file has a room": ("tests/layers.py: verify is a room without files",),
+    "no circle of imports": (
+        "zbfx/optim/origin.py: is in a circle of imports with optim.pending, optim.post_validated",
+    ),
+    "private names of torch are in one file": (
+        "zbfx/options.py: hasattr(model, '_orig_mod'): private names of torch are in _torch",
+        "zbfx/runtime/agreement.py: tensor._version: private names of torch are in _torch",
+        "zbfx/runtime/rehearsal.py: func._schema: private names of torch are in _torch",
+    ),
+    "a name is defined once": (
+        "zbfx/program/chain.py: defines Chain, as do schedule.bounds.chain",
+        "zbfx/comm/overdue.py: defines GRACE_S, as do schedule.integer.mip_child",
+        "zbfx/graphs.py: defines Line, as do schedule.search.search, show.text",
+        "zbfx/schedule/bounds/propagation.py: defines NEVER, as do schedule.integer.ilp",
+        "zbfx/schedule/search/priorities.py: defines PATIENCES, as do schedule.search.search",
+        "zbfx/program/codegen.py: defines Program, as do schedule.integer.ilp",
+        "zbfx/runtime/one_of_many.py: defines Ranks, as do schedule.orders.handmade",
+        "zbfx/runtime/runner.py: defines Run, as do timing.longest_path",
+        "zbfx/fit.py: defines Search, as do schedule.search.search",
+        "zbfx/timing/exact.py: defines Source, as do trace.source",
+        "zbfx/runtime/captured.py: defines T, as do runtime.engine, runtime.one_of_many, runtime.ranks, runtime.step",
+        "zbfx/check.py: defines check, as do timing.rules",
+        "zbfx/comm/copies.py: defines checked, as do selfcheck",
+        "zbfx/show/text.py: defines grid, as do timing.deadlock",
+        "zbfx/cli_check.py: defines load, as do runtime.loading",
+        "zbfx/cli.py: defines main, as do schedule.integer.mip_child",
+        "zbfx/cli.py: defines solve, as do schedule.integer.mip_child, schedule.integer.solver",
+        "passes/split.py: defines split, as do schedule.search.search",
+        "zbfx/show/trace.py: defines trace, as do trace.tracer",
+    ),
+    "no behaviour by names": (
+        "zbfx/comm/channels.py: compares names, for no reason in the table: transport == 'copies'",
+        "zbfx/comm/channels.py: compares names, for no reason in the table: self.transport != 'group'",
+        "zbfx/comm/channels.py: compares names, for no reason in the table: 'waiting for' in own",
+        "zbfx/comm/channels.py: compares names, for no reason in the table: self.transport == 'copies'",
+        "zbfx/costs/measure.py: compares names, for no reason in the table: (index, BESIDE) in pairs",
+        "zbfx/memory/predict.py: compares names, for no reason in the table: options.mem_limit != 'auto'",
+        "zbfx/memory/walk.py: compares names, for no reason in the table: node.target == 'loss'",
+        "zbfx/optim/consecutive.py: compares names, for no reason in the table: key[0] == 'optimizer'",
+        "zbfx/optim/inverse.py: compares names, for no reason in the table: rollback == 'arithmetic'",
+        "zbfx/optim/post_validated.py: compares names, for no reason in the table: self.rollback != 'arithmetic'",
+        "zbfx/optim/post_validated.py: compares names, for no reason in the table: self.rollback == 'arithmetic'",
+        "zbfx/options.py: compares names, for no reason in the table: schedule == 'interleaved-1f1b'",
+        "zbfx/options.py: compares names, for no reason in the table: schedule in V_SCHEDULES",
+        "zbfx/options.py: compares names, for no reason in the table: schedule in LINEAR_SCHEDULES",
+        "zbfx/program/chain.py: compares names, for no reason in the table: kind == 'loss'",
+        "zbfx/program/chain.py: compares names, for no reason in the table: kind == 'state'",
+        "zbfx/program/codegen.py: compares names, for no reason in the table: ('loss', k) in self.nodes",
+        "zbfx/runtime/one_of_many.py: compares names, for no reason in the table: 'gradient' in text",
+        "zbfx/runtime/step.py: compares names, for no reason in the table: self.fault == CLOSED",
+        "zbfx/schedule/planner.py: compares names, for no reason in the table: name == 'auto'",
+        "zbfx/schedule/planner.py: compares names, for no reason in the table: name == 'ilp'",
+        "zbfx/selfcheck.py: compares names, for no reason in the table: choice == 'auto'",
+        "zbfx/selfcheck.py: compares names, for no reason in the table: 'of the model itself' in finding.name",
+        "zbfx/show/text.py: compares names, for no reason in the table: columns == 'step'",
+    ),
+}
