@@ -21,7 +21,7 @@ from zbfx.program import ops, streams
 from zbfx.program.boxed import dying_values
 from zbfx.program.calls import AddToGradient, Gradient, GradientBucket, PartialSum, PhaseCall
 from zbfx.program.codegen import Program
-from zbfx.program.relays import Bound
+from zbfx.program.relays import BatchLoss, Bound
 
 # Modules that read and write gradients alone, or, for the optimizer, a few numbers.
 STATIC = (PartialSum, AddToGradient, Gradient, GradientBucket, Bound)
@@ -136,7 +136,7 @@ class Walk:
         module = inner_call(self.program.module.get_submodule(str(node.target)))
         if not isinstance(module, PhaseCall):
             assert isinstance(module, STATIC), f"no rule for the memory of {node.format_node()}"
-            return self.keep(node, self.loss(len(node.args)) if node.target == "loss" else None)
+            return self.keep(node, self.loss(len(node.args)) if isinstance(module, BatchLoss) else None)
         arguments = [self.values[source] for source in node.args[1:]]  # type: ignore[index]
         found: list[Any] = [arguments[i] if k is None else arguments[i][k] for i, k in module.places]  # type: ignore[index]
         read = [value or Storage(0, "", holders=1) for value in found]  # a view of what is static counts nothing

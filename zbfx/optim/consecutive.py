@@ -151,12 +151,11 @@ class Steps:
         edges = {(edge.source, edge.target): edge for edge in schedule.costs.edges}
         self.sources: dict[Action, list[tuple[Action, float]]] = {}
         for message in messages:
-            assert message.producer is not None, "a message between actions"
-            assert message.consumer is not None, "a message between actions"
-            stages = sorted((message.producer.stage, message.consumer.stage))
-            edge = edges.get((stages[0], stages[1]))
-            delay = None if edge is None else edge.forward_s if message.producer.kind is Kind.F else edge.backward_s
-            self.sources.setdefault(message.consumer, []).append((message.producer, float(delay or 0.0)))
+            producer, consumer = message.ends
+            low, high = sorted((producer.stage, consumer.stage))
+            edge = edges.get((low, high))
+            delay = None if edge is None else edge.forward_s if producer.kind is Kind.F else edge.backward_s
+            self.sources.setdefault(consumer, []).append((producer, float(delay or 0.0)))
 
     def of(self, rank: int, step: int, wrong: bool) -> Iterator[Task]:
         """What a rank does in a step; `wrong`: the optimizer step before it was."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -27,6 +28,14 @@ from zbfx.graphs import Phase, Stage
 from zbfx.plan import Action, Kind, parts
 from zbfx.program.messages import POST_AHEAD, Message, TensorLayout
 from zbfx.schedule.schedule import Schedule
+
+
+class Passed(Enum):
+    """What ranks pass along their chain. The value begins the key of its messages."""
+
+    LOSS = "loss"  # from the last rank back to the first
+    STATE = "state"  # from the first rank to the last
+    VERDICT = "verdict"  # the complete state, from the last rank back to the first
 
 
 class Neighbours(NamedTuple):
@@ -53,10 +62,10 @@ class Chain:
         after = self.ranks[place + 1] if place + 1 < len(self.ranks) else None
         return Neighbours(self.ranks[place - 1] if place else None, after)
 
-    def message(self, kind: str, source: int, target: int) -> Message:
-        layout = self.loss if kind == "loss" else self.state
+    def message(self, passed: Passed, source: int, target: int) -> Message:
+        layout = self.loss if passed is Passed.LOSS else self.state
         assert layout is not None, "a chain that passes a state"
-        return Message(f"{kind}>{target}", None, None, source, target, (kind,), (layout,))
+        return Message(f"{passed.value}>{target}", None, None, source, target, (passed.value,), (layout,))
 
     @property
     def pairs(self) -> set[tuple[int, int]]:
@@ -161,7 +170,7 @@ class RankChain:
         self.early = {a for order, count in zip(orders, chain.prefix, strict=True) for a in order[:count]}
         self.dropped = tuple(m for m in incoming if m.producer in self.early and m.consumer not in self.early)
         self.incoming = list(incoming)
-        loss, _ = self.passed_on("loss")
+        loss, _ = self.passed_on(Passed.LOSS)
         if loss is not None:
             sent_at = {action: k + 1 for order in orders for k, action in enumerate(order)}
             place = next(
@@ -183,12 +192,12 @@ class RankChain:
         """Whether this rank looks at an optimizer step's verdict."""
         return self.chain.state is not None
 
-    def passed_on(self, kind: str) -> tuple[Message | None, Message | None]:
-        """The message that a rank gets from one neighbour, and the one that it sends to the other."""
-        source, target = (self.before, self.after) if kind == "state" else (self.after, self.before)
+    def passed_on(self, passed: Passed) -> tuple[Message | None, Message | None]:
+        """The message that this rank gets from one neighbour, and the one that it sends to the other."""
+        source, target = (self.before, self.after) if passed is Passed.STATE else (self.after, self.before)
         return (
-            None if source is None else self.chain.message(kind, source, self.rank),
-            None if target is None else self.chain.message(kind, self.rank, target),
+            None if source is None else self.chain.message(passed, source, self.rank),
+            None if target is None else self.chain.message(passed, self.rank, target),
         )
 
     def needed_at(self) -> dict[str, int]:

@@ -39,6 +39,13 @@ class Message:
     names: tuple[str, ...]
     layouts: tuple[TensorLayout, ...]
 
+    @property
+    def ends(self) -> tuple[Action, Action]:
+        """The producer and the consumer of a message between actions."""
+        assert self.producer is not None, "a message between actions"
+        assert self.consumer is not None, "a message between actions"
+        return self.producer, self.consumer
+
 
 @dataclass(frozen=True)
 class SharedGradient:
@@ -164,9 +171,8 @@ def release_positions(outgoing: Sequence[Message], schedule: Schedule, rank: int
     positions = {action: position for position, action in enumerate(order)}
     releases: dict[int, list[Message]] = defaultdict(list)
     for message in outgoing:
-        assert message.producer is not None, "a message between actions"
-        assert message.consumer is not None, "a message between actions"
-        position = max(positions[message.producer] + 1, bisect_left(starts, start_s[message.consumer]))
+        producer, consumer = message.ends
+        position = max(positions[producer] + 1, bisect_left(starts, start_s[consumer]))
         if position < len(order):
             releases[position].append(message)
     return releases
