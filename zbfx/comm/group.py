@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbfx.comm.channels import Channels, Transfer
+from zbfx.comm.channels import Channels
+from zbfx.comm.process_groups import Transfer
 from zbfx.comm.together import waiting
 from zbfx.program.messages import Message
 from zbfx.program.ops import laid_out

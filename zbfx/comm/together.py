@@ -30,7 +30,8 @@ def waiting(who: str, what: str) -> Iterator[None]:
     except RuntimeError as error:
         raise PipelineFault(
             f"{who}: waiting for {what} is lost, or slower than the timeout, or made other calls ({SAME_CALLS}): "
-            f"{error}"
+            f"{error}",
+            waited=True,
         ) from error
 
 
