@@ -52,7 +52,7 @@ class Channels:
     """The connections of one pipeline.
 
     `group` joins all its ranks. Where it has replicas, `family` joins all processes of all replicas, and `peers` those
-    that run this rank; `control` joins the same as `peers`, but goes round the device. Each direction of each pair of
+    that run this rank; `control` joins the processes of `peers` once more, over gloo. Each direction of each pair of
     ranks has a line (`zbfx.comm.copies`) where their GPUs reach each other's memory, and a process group elsewhere.
 
     Every process of the world creates the groups of all pipelines, in one order. `open` creates and warms what connects
@@ -235,7 +235,7 @@ class Channels:
         return self.gathered(value, self.group)
 
     def gather_peers(self, value: object) -> list[Any]:
-        """The picklable value of this rank in every replica. The device has no part in it."""
+        """The picklable value of this rank in every replica. It does not wait for the device."""
         return [value] if self.control is None else self.gathered(value, self.control)
 
     def gathered(self, value: object, group: Any) -> list[Any]:
@@ -319,7 +319,7 @@ class Channels:
         self.first_fault(reason)
         for group in self.groups():
             with suppress(Exception):  # it times out, and gloo then closes all connections of the group
-                if dist.get_backend(group) == "gloo":
+                if dist.get_backend(group) == Library.GLOO.value:
                     other = next(p for p in dist.get_process_group_ranks(group) if p != dist.get_rank())
                     work = dist.irecv(torch.zeros(1), src=other, group=group, tag=GIVEN_UP)
                     assert work is not None, "this process is a member"

@@ -36,7 +36,7 @@ REQUIRED_STAGE_KEYS = ("t_f", "t_b", "t_w")
 EDGE_KEYS = ("source", "target", "t_f", "t_b")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Reader:
     """Typed access to a JSON object; errors name the place in the document."""
 

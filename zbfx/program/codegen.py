@@ -35,7 +35,7 @@ from zbfx.program.shared_sums import SharedSums
 from zbfx.schedule.schedule import Schedule
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Program:
     """What one rank does in a step. `code` prints it; `messages` holds every message that the rank sends or receives,
     `buckets` what it sums over the replicas.

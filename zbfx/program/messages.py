@@ -1,4 +1,7 @@
-"""What travels between ranks: messages between actions, and the gradients of parameters that ranks share."""
+"""What travels between ranks: messages between actions, and the gradients of parameters that ranks share.
+
+In: stages, a schedule. Out: `Message`s and `SharedGradient`s, and when a rank posts and releases its messages.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ POST_AHEAD = 1  # actions between posting a receive and waiting for it
 
 
 class TensorLayout(NamedTuple):
-    """How a tensor travels and arrives."""
+    """Shape, strides (in elements) and dtype of a tensor that travels."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Message:
     """Values that one action makes for a stage on another rank. `key` reads like `F0.3>1`: by F0.3, for stage 1."""
 
@@ -47,7 +50,7 @@ class Message:
         return self.producer, self.consumer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SharedGradient:
     """A parameter whose gradient comes from several stages, or that several ranks hold.
 
@@ -135,9 +138,9 @@ def post_positions(
     needed_at: Mapping[str, int],
     not_before: Mapping[str, int],
 ) -> dict[int, list[Message]]:
-    """Before which action each receive is posted: early enough for itself and for all that come after it on its
-    channel, whose messages arrive in the order of sending. `needed_at` stands in for the consumer's place in the order;
-    `not_before` is the first position allowed."""
+    """Before which action each receive is posted: early enough for itself, and for all later ones on its channel, since
+    a channel's messages arrive in the order of sending. By key, `needed_at` replaces the consumer's place in the order,
+    and `not_before` is the first position allowed."""
     places = {action: position for position, action in enumerate(order)}
     channels: dict[int, list[Message]] = defaultdict(list)
     for message in incoming:
