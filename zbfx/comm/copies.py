@@ -50,7 +50,7 @@ class DriverError(RuntimeError):
     """The CUDA driver refused a call."""
 
 
-def checked(result: tuple[Any, ...]) -> Any:
+def driver_value(result: tuple[Any, ...]) -> Any:
     """The value that a call of the driver returns beside its error code."""
     error, *values = result
     if int(error) != 0:
@@ -100,11 +100,11 @@ class CopyLine:
         self.device, self.sends = device, sends
         with torch.cuda.device(device):
             # PyTorch hands out the same few streams again and again: one that waits for another rank is used alone.
-            self.handle = checked(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
-            self.own = int(checked(driver.cuMemAlloc(WORDS_BYTES if sends else INBOX_BYTES)))
-            checked(driver.cuMemsetD32(self.own, int(sends), SLOTS))  # all slots are free
+            self.handle = driver_value(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+            self.own = int(driver_value(driver.cuMemAlloc(WORDS_BYTES if sends else INBOX_BYTES)))
+            driver_value(driver.cuMemsetD32(self.own, int(sends), SLOTS))  # all slots are free
             torch.cuda.synchronize(device)
-            self.address = Address(host(), bytes(checked(driver.cuIpcGetMemHandle(self.own)).reserved))
+            self.address = Address(host(), bytes(driver_value(driver.cuIpcGetMemHandle(self.own)).reserved))
         self.stream = torch.cuda.ExternalStream(int(self.handle), device)
         self.other = 0
         self.transfers = 0
@@ -119,7 +119,7 @@ class CopyLine:
         lazily = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         try:
             with torch.cuda.device(self.device):
-                self.other = int(checked(driver.cuIpcOpenMemHandle(handle, lazily)))
+                self.other = int(driver_value(driver.cuIpcOpenMemHandle(handle, lazily)))
         except DriverError:
             return False
         return True
@@ -133,31 +133,31 @@ class CopyLine:
             while bytes_left > 0:
                 size = min(bytes_left, SLOT_BYTES)
                 word, box = slot * WORD_BYTES, WORDS_BYTES + slot * SLOT_BYTES
-                checked(driver.cuStreamWaitValue32(self.handle, self.own + word, 1, EQUAL))
-                checked(driver.cuStreamWriteValue32(self.handle, self.own + word, 0, 0))
+                driver_value(driver.cuStreamWaitValue32(self.handle, self.own + word, 1, EQUAL))
+                driver_value(driver.cuStreamWriteValue32(self.handle, self.own + word, 0, 0))
                 target, source = (self.other + box, address) if self.sends else (address, self.own + box)
-                checked(driver.cuMemcpyDtoDAsync(target, source, size, self.handle))
-                checked(driver.cuStreamWriteValue32(self.handle, self.other + word, 1, 0))
+                driver_value(driver.cuMemcpyDtoDAsync(target, source, size, self.handle))
+                driver_value(driver.cuStreamWriteValue32(self.handle, self.other + word, 1, 0))
                 bytes_left, address, slot = bytes_left - size, address + size, (slot + 1) % SLOTS
             self.transfers += 1
             return Arrival(self.stream.record_event(), self.device)
 
     def note(self) -> None:
         """Make `noted` 1 once the line's stream has come this far."""
-        checked(driver.cuStreamWriteValue32(self.handle, self.noted.data_ptr(), 1, 0))
+        driver_value(driver.cuStreamWriteValue32(self.handle, self.noted.data_ptr(), 1, 0))
 
     def disconnect(self) -> None:
         """Unmap the other end's memory. Its owner must not free it before."""
         if self.other:
             with torch.cuda.device(self.device):
-                checked(driver.cuIpcCloseMemHandle(self.other))
+                driver_value(driver.cuIpcCloseMemHandle(self.other))
             self.other = 0
 
     def free(self) -> None:
         """Free this end's memory, after the other process has unmapped it."""
         with torch.cuda.device(self.device):
-            checked(driver.cuMemFree(self.own))
-            checked(driver.cuStreamDestroy(self.handle))
+            driver_value(driver.cuMemFree(self.own))
+            driver_value(driver.cuStreamDestroy(self.handle))
 
 
 def new_line(device: torch.device, *, sends: bool) -> CopyLine | None:

@@ -1,4 +1,4 @@
-"""A cost table as JSON.
+"""JSON -> CostTable -> JSON.
 
     {"stages": [{"t_f": 1.0, "t_b": 1.0, "t_w": 1.0, "m_b": 1.0, "m_w": 0.5}, ...],
      "t_comm": 0.1, "placement": [0, 1, ...]}
