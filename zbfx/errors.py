@@ -57,4 +57,9 @@ class NonFiniteStep(ZbfxError, ArithmeticError):
 
 
 class PipelineFault(ZbfxError, RuntimeError):
-    """A rank failed while running a step: names rank, action and step, on every rank."""
+    """A rank failed while running a step: names rank, action and step, on every rank. `waited`: this rank waited for
+    another in vain, which may know why."""
+
+    def __init__(self, message: str, *, waited: bool = False) -> None:
+        super().__init__(message)
+        self.waited = waited

@@ -29,7 +29,7 @@ from benchmarks.place import Place
 from benchmarks.rows import machine
 from benchmarks.stages import CONFIGS, batch
 from benchmarks.world import World, time_limit
-from zbfx.comm.channels import NCCL_BLOCKS, new_group
+from zbfx.comm.process_groups import NCCL_BLOCKS, Library, new_group
 from zbfx.costs.clock import captured, in_turn_s
 from zbfx.costs.made_up import made_up
 from zbfx.costs.measure import keeping
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     payload = torch.zeros(2**20, device=world.device)
     with time_limit(options.timeout_s), world.process_group("waiting", options.timeout_s):
         timeout = timedelta(seconds=options.timeout_s)
-        groups = [new_group((0, 1), timeout, "nccl", NCCL_BLOCKS) for _ in range(max(RECEIVES))]
+        groups = [new_group((0, 1), timeout, Library.NCCL, NCCL_BLOCKS) for _ in range(max(RECEIVES))]
         for turn, count in enumerate((max(RECEIVES), *RECEIVES)):  # the first makes the communicators, by both ranks
             chosen = groups[:count]
             if world.rank == 0:

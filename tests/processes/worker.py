@@ -30,7 +30,7 @@ import zbfx
 from tests.support.models import Problem, gpt, gpt2, mlp, numbers
 from tests.support.optimizers import optimizer_ranks, replicated_ranks
 from tests.support.reference import compiled, reference, rescheduled
-from zbfx.comm import channels
+from zbfx.comm import process_groups
 from zbfx.runtime import launched
 
 LIMIT_S = 100  # for all ranks to end
@@ -338,7 +338,7 @@ def killed(rank: int) -> dict[str, Any]:
 
 def meeting_ranks(rank: int) -> dict[str, Any]:
     """Rank 0 is late for a step by more than processes wait for each other in bind; then rank 1 ends in bind."""
-    channels.MEETING = timedelta(seconds=2)
+    process_groups.MEETING = timedelta(seconds=2)
     problem = mlp(3)
     pipe = compiled(problem, 2, 3)
     step = pipe.bind()
@@ -346,7 +346,7 @@ def meeting_ranks(rank: int) -> dict[str, Any]:
         time.sleep(4)
     loss = step(*problem.inputs, *problem.targets).item()
     step.close()
-    group = channels.new_group
+    group = process_groups.new_group
 
     def ending(*args: Any) -> dist.ProcessGroup:
         if rank == 1:
@@ -355,7 +355,7 @@ def meeting_ranks(rank: int) -> dict[str, Any]:
         return group(*args)
 
     local = pipe.run_local()(*problem.inputs, *problem.targets).item()
-    channels.new_group = ending  # type: ignore[assignment]
+    process_groups.new_group = ending  # type: ignore[assignment]
     return {"late": loss, "local": local, "ended": refusal(pipe.bind)}
 
 

@@ -1,113 +1,85 @@
-"""The process groups of a pipeline: who talks to whom, and how all hear of a failure."""
+"""The connections of one pipeline: who talks to whom, and what becomes of the connections when a rank fails.
+
+In: this process's `Place`, its device, a timeout. Out: `Channels`, which transports and steps call.
+"""
 
 from __future__ import annotations
 
-import time
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbfx._torch import group_store, join_shards, set_group_timeout, sum_shards
+from zbfx._torch import group_store, join_shards, sum_shards
+from zbfx.comm import process_groups
 from zbfx.comm.copies import OTHER_STREAMS, CopyLine, Lines, Pair, open_lines, room
+from zbfx.comm.faults import Faults, drained
 from zbfx.comm.history import History
 from zbfx.comm.overdue import Overdue, Progress
 from zbfx.comm.place import Place
-from zbfx.comm.together import exchange, waiting
+from zbfx.comm.process_groups import NCCL_BLOCKS, NCCL_REDUCTION_BLOCKS, Bounded, Library, Transfer, library_for
+from zbfx.comm.together import waiting
 from zbfx.errors import SAME_CALLS, PipelineFault, ZbfxError, listed
 
-TRANSPORTS = ("auto", "copies", "group")
-NCCL_BLOCKS = 2  # thread blocks per communicator: enough to hide a message behind an action
-NCCL_REDUCTION_BLOCKS = 8  # of a communicator that reduces gradients beside the last Ws
-MEETING = timedelta(seconds=30)  # how long processes that are all about to create a group wait for each other
-FAULT_KEY = "fault"
-FAULT_GRACE = timedelta(seconds=3)  # how long a rank that lost a connection waits for the reason
 GIVEN_UP = 0x7FFFFFFF  # the tag of receives that are given up, to close a group's connections
+
+
+class Carriers(NamedTuple):
+    """What may carry messages between two ranks: copies into mapped memory (`zbfx.comm.copies`), process groups."""
+
+    copies: bool
+    groups: bool
+
+
+TRANSPORTS = {"auto": Carriers(True, True), "copies": Carriers(True, False), "group": Carriers(False, True)}
 
 
 def checked_transport(transport: str, device: torch.device) -> str:
     if transport not in TRANSPORTS:
         raise ZbfxError(f"transport is one of {', '.join(TRANSPORTS)}; found {transport!r}")
-    if transport == "copies" and device.type != "cuda":
-        raise ZbfxError(f"transport='copies' needs CUDA devices; found {device}. Use 'auto'")
+    if not TRANSPORTS[transport].groups and device.type != "cuda":
+        raise ZbfxError(f"transport={transport!r} needs CUDA devices; found {device}. Use 'auto'")
     return transport
 
 
-def shared(device: torch.device) -> bool:
-    """Whether any processes share a GPU, which NCCL refuses. Collective over all processes."""
-    everywhere = exchange("bind (devices)", str(torch.cuda.get_device_properties(device).uuid))
-    return len(set(everywhere)) < len(everywhere)
-
-
-class Transfer(Protocol):
-    """A tensor on its way."""
-
-    def wait(self) -> Any: ...
-
-
-class Bounded(NamedTuple):
-    """A transfer in a gloo group, whose own bound is that of the group's creation."""
-
-    work: dist.Work
-    timeout: timedelta
-
-    def wait(self) -> Any:
-        return self.work.wait(self.timeout)
-
-
-def new_group(processes: Collection[int], timeout: timedelta, backend: str, blocks: int) -> dist.ProcessGroup:
-    """A process group; every process of the world calls this, member or not, and at about the same time: a process
-    that has ended meanwhile is not waited for as long as `timeout`.
-
-    A receive that waits keeps its thread blocks spinning on the device: NCCL gets few of them, and a stream whose
-    kernels start ahead of queued compute.
-    """
-    if backend == "gloo":
-        group = dist.new_group(sorted(processes), timeout=min(timeout, MEETING), backend="gloo")
-        if dist.get_rank() in processes:
-            set_group_timeout(group, timeout)
-        return group
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options.config.max_ctas = blocks
-    return dist.new_group(sorted(processes), timeout=timeout, backend="nccl", pg_options=options)
-
-
 class Channels:
-    """The process groups of one pipeline: one of all its ranks, and, where it has replicas, one of all processes of all
-    replicas (`family`) and one of this rank's in each (`peers`); and for each direction of each pair of ranks a line
-    (`zbfx.comm.copies`) where their GPUs reach each other's memory, a process group elsewhere.
+    """The connections of one pipeline.
+
+    `group` joins all its ranks. Where it has replicas, `family` joins all processes of all replicas, and `peers` those
+    that run this rank; `control` joins the processes of `peers` once more, over gloo. Each direction of each pair of
+    ranks has a line (`zbfx.comm.copies`) where their GPUs reach each other's memory, and a process group elsewhere.
 
     Every process of the world creates the groups of all pipelines, in one order. `open` creates and warms what connects
-    the pairs, by every rank in the same order: communicators that are created lazily, inside a running pipeline,
+    pairs of ranks, on every rank in the same order. Communicators that are created lazily, inside a running pipeline,
     deadlock as soon as receives are posted ahead.
     """
 
     def __init__(self, place: Place, device: torch.device, timeout: timedelta, transport: str = "auto") -> None:
-        self.place, self.device, self.timeout, self.transport = place, device, timeout, transport
-        self.backend = "gloo" if device.type != "cuda" or shared(device) else "nccl"
+        self.place, self.device, self.timeout, self.carriers = place, device, timeout, TRANSPORTS[transport]
+        self.library = library_for(device)
         self.group = self.own_group(place.pipelines())
         self.family, self.peers, self.control = self.group, None, None
         if len(place.replicas) > 1:
             self.family = self.own_group(p for family in place.families for p in [[d for r in family for d in r]])
             lines = [line for family in place.families for line in zip(*family, strict=True)]
             self.peers = self.own_group(lines, NCCL_REDUCTION_BLOCKS)
-            self.control = self.own_group(lines, backend="gloo")
+            self.control = self.own_group(lines, library=Library.GLOO)
             self.sum_over_replicas(torch.zeros(1, device=device)).wait()
-        self.store = group_store(self.family)
-        self.history = History(self.name, self.store, weakref.WeakMethod(self.differ))
+        store = group_store(self.family)
+        self.history = History(self.name, store, weakref.WeakMethod(self.differ))
+        self.faults = Faults(store, self.history)
         weakref.finalize(self, self.history.end)
         self.progress, self.overdue = None, None
         if device.type == "cuda":
             allowed = f"bind(timeout_s=...) allows {timeout.total_seconds():g} s for a step, compiling included"
             self.progress = Progress(device)
-            self.overdue = Overdue(self.name, timeout, allowed, self.progress, partial(known_fault, self.store))
+            self.overdue = Overdue(self.name, timeout, allowed, self.progress, self.faults.known)
             weakref.finalize(self, self.overdue.close)
         self.pairs: dict[Pair, dist.ProcessGroup] = {}
         self.lines: Lines = {}
@@ -121,17 +93,18 @@ class Channels:
     def name(self) -> str:
         return self.place.name
 
-    def own_group(self, parties: Iterable[Iterable[int]], blocks: int = NCCL_BLOCKS, backend: str | None = None) -> Any:
+    def own_group(
+        self, parties: Iterable[Iterable[int]], blocks: int = NCCL_BLOCKS, library: Library | None = None
+    ) -> Any:
         """Create the group of each party, all processes alike; returns that of this process, None if it has none."""
         own = None
         for party in map(sorted, parties):
-            group = new_group(party, self.timeout, backend or self.backend, blocks)
+            group = process_groups.new_group(party, self.timeout, library or self.library, blocks)
             own = group if dist.get_rank() in party else own
         return own
 
     def open(self, pairs: Collection[Pair]) -> None:
-        """Open a channel for each (source, target) that has none; the ranks must agree on `pairs`, or they wait for
-        each other."""
+        """Open a channel for each (source, target) that has none. All ranks pass the same pairs."""
         new = sorted(set(pairs) - self.opened)
         self.opened.update(new)
         if new:
@@ -146,17 +119,17 @@ class Channels:
                 self.copy(torch.zeros(1, device=self.device), source, target)
 
     def open_lines(self, pairs: Sequence[Pair]) -> set[Pair]:
-        """Open lines for those pairs that can have them, and return these."""
+        """Open lines for the pairs that can have them, and return those pairs."""
         if self.device.type != "cuda":
             return set()
         own: Lines = {}
         lined: set[Pair] = set()
-        if self.transport != "group":
+        if self.carriers.copies:
             own, lined = open_lines(pairs, self.place, self.device, "bind", room() - len(self.lines))
         self.lines |= own
         apart = listed(f"{source} and {target}" for source, target in sorted(set(pairs) - lined))
-        if apart and (self.transport == "copies" or self.backend == "gloo"):
-            why = "NCCL takes one process for each GPU" if self.backend == "gloo" else "transport='copies'"
+        if apart and (self.library is Library.GLOO or not self.carriers.groups):
+            why = "NCCL takes one process for each GPU" if self.library is Library.GLOO else "transport='copies'"
             raise ZbfxError(
                 f"{why}: messages are copies then. They need processes of one host that reach each other's memory, the "
                 f"driver's bindings (cuda-bindings), and CUDA_DEVICE_MAX_CONNECTIONS, 8 by default, of {OTHER_STREAMS} "
@@ -166,8 +139,9 @@ class Channels:
 
     @property
     def tag(self) -> int:
-        """Of messages in this call. Gloo ends the process for one that is longer than what is received."""
-        return self.history.tag if self.backend == "gloo" else 0
+        """The tag of messages in this call. It keeps messages of different calls apart: gloo ends a process that
+        receives a longer message than it asked for."""
+        return self.history.tag if self.library is Library.GLOO else 0
 
     def isend(self, value: Tensor, target: int) -> Transfer:
         if (self.rank, target) in self.lines:
@@ -185,24 +159,24 @@ class Channels:
 
     def transfer(self, work: dist.Work | None) -> Transfer:
         assert work is not None, "this process is one of the two"
-        return Bounded(work, self.timeout) if self.backend == "gloo" else work
+        return Bounded(work, self.timeout) if self.library is Library.GLOO else work
 
     @contextmanager
     def lines_used(self) -> Iterator[list[CopyLine]]:
-        """Lists the lines on which anything is sent or received in here, once it is over."""
+        """A list that holds, once the block is over, the lines on which anything was sent or received inside it."""
         before = {pair: line.transfers for pair, line in self.lines.items()}
         used: list[CopyLine] = []
         yield used
         used += [line for pair, line in self.lines.items() if line.transfers > before.get(pair, 0)]
 
     def abandon(self, values: Iterable[Tensor]) -> None:
-        """Nobody will wait for what was to happen to these values: their memory is used anew only once it has."""
+        """Forget transfers of these values. Their memory is not used anew before the lines have come this far."""
         for value in values:
             for line in self.lines.values():
                 value.record_stream(line.stream)
 
     def copy(self, value: Tensor, source: int, target: int) -> None:
-        """Overwrite `value` on rank `target` with that of rank `source`, bytes as they are; both call it."""
+        """Overwrite `value` on rank `target` with that of rank `source`, byte for byte; both ranks call it."""
         bits = value.contiguous().reshape(-1).view(torch.uint8)
         (self.isend(bits, target) if self.rank == source else self.irecv(bits, source)).wait()
         if self.rank == target:
@@ -219,12 +193,12 @@ class Channels:
         return flat.chunk(len(self.place.replicas))[self.place.replica]
 
     def sum_shards(self, flat: Tensor) -> dist.Work:
-        """Start to sum a flat tensor over the replicas; only this one's part of it is then the sum."""
+        """Start to sum a flat tensor over the replicas; only this replica's part of it becomes the sum."""
         assert self.peers is not None, "shards need replicas"
         return sum_shards(self.shard(flat), flat, self.peers)
 
     def join_shards(self, flat: Tensor) -> dist.Work:
-        """Start to collect each replica's part of a flat tensor from it."""
+        """Start to fill a flat tensor: each replica gives its own part."""
         assert self.peers is not None, "shards need replicas"
         return join_shards(flat, self.shard(flat), self.peers)
 
@@ -257,11 +231,11 @@ class Channels:
         return self.gathered(value, self.family)
 
     def gather_ranks(self, value: object) -> list[Any]:
-        """The same over the ranks of this pipeline alone."""
+        """The picklable value of every rank of this pipeline, in order, on every one."""
         return self.gathered(value, self.group)
 
     def gather_peers(self, value: object) -> list[Any]:
-        """The picklable value of this rank in every replica; goes round the device."""
+        """The picklable value of this rank in every replica. It does not wait for the device."""
         return [value] if self.control is None else self.gathered(value, self.control)
 
     def gathered(self, value: object, group: Any) -> list[Any]:
@@ -274,7 +248,7 @@ class Channels:
         return [value for _, _, value in found]
 
     def are_open(self) -> bool:
-        """Whether torch.distributed still knows these groups."""
+        """Whether torch.distributed still knows the groups of this pipeline."""
         if self.family is None or not dist.is_initialized():
             return False
         try:
@@ -285,7 +259,8 @@ class Channels:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """What the device must get through within the timeout, or this process ends (`zbfx.comm.overdue`)."""
+        """The device must do everything that the block launches within the timeout, or this process ends
+        (`zbfx.comm.overdue`)."""
         if self.overdue is not None:
             self.overdue.begin()
         yield
@@ -293,27 +268,21 @@ class Channels:
             self.progress.advance()
 
     def all_arrive(self, place: str) -> bool:
-        """Whether all ranks call this for the same place, within a few seconds."""
-        everyone = len(self.place.names())
-        deadline = time.monotonic() + FAULT_GRACE.total_seconds()
-        with suppress(Exception):  # the process that holds the store is gone
-            arrived = self.store.add(place, 1)
-            while arrived < everyone and time.monotonic() < deadline:
-                time.sleep(0.02)
-                arrived = self.store.add(place, 0)
-            return arrived >= everyone
-        return False
+        """Whether all ranks of all replicas call this for the same place, within a few seconds."""
+        return self.faults.all_arrive(place, len(self.place.names()))
 
     def fail(self, error: BaseException) -> str:
-        """Tell the other ranks why this one fails, or learn why they do, and close all connections: ranks that wait
-        for this one fail at once. Returns the first failure of all ranks."""
+        """Tell the other ranks why this one fails, or learn why they do; returns the first failure of all ranks. Closes
+        all connections, so that ranks that wait for this one fail at once."""
         self.history.close()
         if self.overdue is not None:
             self.overdue.close()
         said = f"{type(error).__name__}: {error}".removesuffix(": ")  # a KeyboardInterrupt says nothing
-        first = self.first_fault(str(error) if isinstance(error, PipelineFault) else f"{self.name}: {said}")
+        waited = isinstance(error, PipelineFault) and error.waited
+        own = str(error) if isinstance(error, PipelineFault) else f"{self.name}: {said}"
+        first = self.faults.first(own, waited=waited)
         traceback.clear_frames(error.__traceback__)  # pending operations in their locals keep connections open
-        lines, self.lines = self.lines, {}  # others may still write to their memory: it stays
+        lines, self.lines = self.lines, {}  # other ranks may still write to their memory: it is never freed
         if lines and self.overdue is not None:
             with suppress(Exception):  # a device that is broken for good waits for nothing
                 self.overdue.failed(first, drained(lines.values()))
@@ -337,46 +306,25 @@ class Channels:
         self.group = self.family = self.peers = self.control = None
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """Those that are open."""
+        """The process groups that are open."""
         groups = [*self.pairs.values(), self.group, self.peers, self.control, self.family] if self.are_open() else []
         return list(dict.fromkeys(group for group in groups if group is not None))
 
     def differ(self, reason: str) -> None:
-        """From another thread: other ranks made other calls. Ends this rank's waits in gloo groups, and so those of all
-        ranks: one that fails closes its connections. On a GPU, what waits is ended by `zbfx.comm.overdue`."""
+        """Other ranks made other calls: end this rank's waits in gloo groups. Called from another thread.
+
+        The waits of all ranks end with these, since a rank that fails closes its connections. What waits on a GPU is
+        ended by `zbfx.comm.overdue`.
+        """
         self.first_fault(reason)
         for group in self.groups():
             with suppress(Exception):  # it times out, and gloo then closes all connections of the group
-                if dist.get_backend(group) == "gloo":
+                if dist.get_backend(group) == Library.GLOO.value:
                     other = next(p for p in dist.get_process_group_ranks(group) if p != dist.get_rank())
                     work = dist.irecv(torch.zeros(1), src=other, group=group, tag=GIVEN_UP)
                     assert work is not None, "this process is a member"
                     work.wait(timedelta(milliseconds=1))
 
     def first_fault(self, own: str) -> str:
-        try:
-            # A rank that lost a connection leaves the first word to the rank that broke it.
-            if "waiting for" in own:
-                own = self.history.difference() or own
-            if "waiting for" in own:
-                with suppress(Exception):
-                    self.store.wait([FAULT_KEY], FAULT_GRACE)
-            # The store takes the first value that arrives and returns it to all.
-            return self.store.compare_set(FAULT_KEY, "", own).decode()
-        except Exception:
-            return own  # the process that holds the store is gone
-
-
-def known_fault(store: dist.Store) -> str | None:
-    """The first failure of all ranks, if one is known."""
-    try:
-        return store.get(FAULT_KEY).decode() if store.check([FAULT_KEY]) else None
-    except Exception:
-        return "the process that holds the store of torch.distributed has ended"
-
-
-def drained(lines: Collection[CopyLine]) -> Callable[[], bool]:
-    """Tells later, without asking the device, whether lines have done all that they have to do now."""
-    for line in lines:
-        line.note()
-    return lambda: all(bool(line.noted) for line in lines)
+        """Report a failure of this rank; returns the first one of all ranks."""
+        return self.faults.first(own)

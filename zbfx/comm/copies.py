@@ -1,12 +1,14 @@
-"""Messages between GPUs of one host by their copy engines: who waits takes nothing from the multiprocessors.
+"""Messages between GPUs of one host by their copy engines: a wait takes nothing from the multiprocessors.
+
+In: pairs of ranks. Out: for each pair a `CopyLine`, which sends or receives dense tensors.
 
 A receive of NCCL that waits keeps its thread blocks on the device, and kernels made for all multiprocessors run much
 longer beside them: on an H200 the phases of a GPT take 7 to 25 % longer beside two such blocks. Here the sender copies
 into an inbox, memory of the receiver that both processes map, and streams wait by themselves for words in device
 memory. All of it can be captured in a CUDA graph.
 
-The words: the receiver's say which slots of its inbox are full, the sender's which are free. Whoever waits for a word
-takes it back, and every tensor starts at the first slot, so that every replay finds the words as the one before.
+The words: the receiver's say which slots of its inbox are full, the sender's which are free. Whoever has waited for a
+word resets it, and every tensor starts at the first slot: every replay of a graph finds the words as the first one did.
 
 CUDA driver API: stream memory operations, inter-process memory.
 """
@@ -32,7 +34,7 @@ try:
 except ImportError:  # they come with PyTorch's wheels for CUDA, not with every build
     driver = None
 
-SLOTS = 2  # of an inbox: of a tensor that is larger than one, one is filled while the other is emptied
+SLOTS = 2  # of an inbox: of a large tensor, one slot is filled while the other is emptied
 SLOT_BYTES = 2**24
 WORD_BYTES = 4
 WORDS_BYTES = 256  # in front of the slots
@@ -48,7 +50,7 @@ class DriverError(RuntimeError):
     """The CUDA driver refused a call."""
 
 
-def checked(result: tuple[Any, ...]) -> Any:
+def driver_value(result: tuple[Any, ...]) -> Any:
     """The value that a call of the driver returns beside its error code."""
     error, *values = result
     if int(error) != 0:
@@ -56,9 +58,9 @@ def checked(result: tuple[Any, ...]) -> Any:
     return values[0] if values else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Address:
-    """What opens the memory of a process for the others of its host."""
+    """What another process of the same host needs to map memory of this one."""
 
     host: str
     handle: bytes
@@ -66,17 +68,17 @@ class Address:
 
 @cache
 def host() -> str:
-    """The machine, as it runs now."""
+    """The name of this machine and of its current boot."""
     return f"{node()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 
 def room() -> int:
-    """For how many lines a process has queues of the device. A line that waits stops its queue, and with it every
-    stream that shares it (CUDA_DEVICE_MAX_CONNECTIONS queues, 8 by default)."""
+    """How many lines a process can have. Each needs a queue of the device to itself: a line that waits stops its queue,
+    and every stream in it. There are CUDA_DEVICE_MAX_CONNECTIONS queues, 8 by default."""
     return int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")) - OTHER_STREAMS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Arrival:
     """The end of a transfer on its stream."""
 
@@ -98,18 +100,18 @@ class CopyLine:
         self.device, self.sends = device, sends
         with torch.cuda.device(device):
             # PyTorch hands out the same few streams again and again: one that waits for another rank is used alone.
-            self.handle = checked(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
-            self.own = int(checked(driver.cuMemAlloc(WORDS_BYTES if sends else INBOX_BYTES)))
-            checked(driver.cuMemsetD32(self.own, int(sends), SLOTS))  # all slots are free
+            self.handle = driver_value(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+            self.own = int(driver_value(driver.cuMemAlloc(WORDS_BYTES if sends else INBOX_BYTES)))
+            driver_value(driver.cuMemsetD32(self.own, int(sends), SLOTS))  # all slots are free
             torch.cuda.synchronize(device)
-            self.address = Address(host(), bytes(checked(driver.cuIpcGetMemHandle(self.own)).reserved))
+            self.address = Address(host(), bytes(driver_value(driver.cuIpcGetMemHandle(self.own)).reserved))
         self.stream = torch.cuda.ExternalStream(int(self.handle), device)
         self.other = 0
         self.transfers = 0
-        self.noted = torch.zeros((), dtype=torch.int32, pin_memory=True)  # now: later that may wait for the device
+        self.noted = torch.zeros((), dtype=torch.int32, pin_memory=True)  # allocating it later may wait for the device
 
     def connect(self, address: Address | None) -> bool:
-        """Map the other end; whether this process can."""
+        """Map the other end's memory. False: this process cannot."""
         if address is None or address.host != host():
             return False
         handle = driver.CUipcMemHandle()
@@ -117,49 +119,49 @@ class CopyLine:
         lazily = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         try:
             with torch.cuda.device(self.device):
-                self.other = int(checked(driver.cuIpcOpenMemHandle(handle, lazily)))
+                self.other = int(driver_value(driver.cuIpcOpenMemHandle(handle, lazily)))
         except DriverError:
             return False
         return True
 
     def transfer(self, value: Tensor) -> Arrival:
-        """Send a dense tensor, or receive one, after all that the current stream has to do before. The tensor must live
-        until the arrival was waited for."""
+        """Send a dense tensor, or receive one, once the current stream has come this far. The tensor must live until
+        its arrival was waited for."""
         with torch.cuda.device(self.device):
             self.stream.wait_stream(torch.cuda.current_stream())
             bytes_left, address, slot = value.numel() * value.element_size(), value.data_ptr(), 0
             while bytes_left > 0:
                 size = min(bytes_left, SLOT_BYTES)
                 word, box = slot * WORD_BYTES, WORDS_BYTES + slot * SLOT_BYTES
-                checked(driver.cuStreamWaitValue32(self.handle, self.own + word, 1, EQUAL))
-                checked(driver.cuStreamWriteValue32(self.handle, self.own + word, 0, 0))
+                driver_value(driver.cuStreamWaitValue32(self.handle, self.own + word, 1, EQUAL))
+                driver_value(driver.cuStreamWriteValue32(self.handle, self.own + word, 0, 0))
                 target, source = (self.other + box, address) if self.sends else (address, self.own + box)
-                checked(driver.cuMemcpyDtoDAsync(target, source, size, self.handle))
-                checked(driver.cuStreamWriteValue32(self.handle, self.other + word, 1, 0))
+                driver_value(driver.cuMemcpyDtoDAsync(target, source, size, self.handle))
+                driver_value(driver.cuStreamWriteValue32(self.handle, self.other + word, 1, 0))
                 bytes_left, address, slot = bytes_left - size, address + size, (slot + 1) % SLOTS
             self.transfers += 1
             return Arrival(self.stream.record_event(), self.device)
 
     def note(self) -> None:
-        """Make `noted` 1 once the stream has come here."""
-        checked(driver.cuStreamWriteValue32(self.handle, self.noted.data_ptr(), 1, 0))
+        """Make `noted` 1 once the line's stream has come this far."""
+        driver_value(driver.cuStreamWriteValue32(self.handle, self.noted.data_ptr(), 1, 0))
 
     def disconnect(self) -> None:
-        """Unmap the other end, which may be freed once its mapping is gone."""
+        """Unmap the other end's memory. Its owner must not free it before."""
         if self.other:
             with torch.cuda.device(self.device):
-                checked(driver.cuIpcCloseMemHandle(self.other))
+                driver_value(driver.cuIpcCloseMemHandle(self.other))
             self.other = 0
 
     def free(self) -> None:
-        """Give this end's memory back, which the other process has unmapped."""
+        """Free this end's memory, after the other process has unmapped it."""
         with torch.cuda.device(self.device):
-            checked(driver.cuMemFree(self.own))
-            checked(driver.cuStreamDestroy(self.handle))
+            driver_value(driver.cuMemFree(self.own))
+            driver_value(driver.cuStreamDestroy(self.handle))
 
 
 def new_line(device: torch.device, *, sends: bool) -> CopyLine | None:
-    """An end of a channel, if the device has it: what PyTorch keeps for later is asked for once."""
+    """An end of a channel; None if the device has no memory for it, not even once PyTorch's cache is emptied."""
     for _ in range(2):
         try:
             return CopyLine(device, sends=sends)
@@ -171,9 +173,11 @@ def new_line(device: torch.device, *, sends: bool) -> CopyLine | None:
 def open_lines(
     pairs: Sequence[Pair], place: Place, device: torch.device, what: str, most: int
 ) -> tuple[Lines, set[Pair]]:
-    """This process's ends of channels between ranks, and the pairs that have one in every pipeline: those whose
-    processes reach each other's memory, and have no more than `most`. Collective over all processes, with the same
-    pairs on each; `what` names the call that they are in."""
+    """Open lines for pairs of ranks. Returns this process's ends, and the pairs that have a line in every pipeline.
+
+    A pair has none if its processes do not reach each other's memory, or if one of them would have more than `most`.
+    Collective over all processes, with equal pairs on each; `what` names the call that they are in.
+    """
     mine = [pair for pair in pairs if place.rank in pair]
     made = {pair: new_line(device, sends=pair[0] == place.rank) for pair in mine if len(mine) <= most}
     own = {pair: line for pair, line in made.items() if line is not None}
@@ -189,7 +193,7 @@ def open_lines(
 
 
 def close_lines(lines: Sequence[CopyLine], what: str) -> None:
-    """Close lines of which nobody uses any more. Collective over all processes."""
+    """Close lines that nobody uses any more. Collective over all processes."""
     for line in lines:
         line.disconnect()
     exchange(f"{what} (inboxes closed)", None)

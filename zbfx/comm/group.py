@@ -12,15 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbfx.comm.channels import Channels, Transfer
+from zbfx.comm.channels import Channels
+from zbfx.comm.process_groups import Transfer
 from zbfx.comm.together import waiting
 from zbfx.program.messages import Message
 from zbfx.program.ops import laid_out
 
 
-@dataclass
+@dataclass(slots=True)
 class GroupTransport:
-    """Messages over torch.distributed."""
+    """The messages and sums of one rank, whose partners are other processes."""
 
     messages: Mapping[str, Message]
     channels: Channels
@@ -28,7 +29,7 @@ class GroupTransport:
     sent: dict[str, list[tuple[Transfer, Tensor]]] = field(default_factory=dict)
     reducing: dict[str, dist.Work] = field(default_factory=dict)
     gathering: dict[str, dist.Work] = field(default_factory=dict)
-    sharded: Collection[str] = ()  # the buckets of which each replica needs a part of the sum alone
+    sharded: Collection[str] = ()  # buckets of whose sum each replica needs its own part only
 
     @property
     def name(self) -> str:
@@ -96,8 +97,8 @@ class GroupTransport:
             self.release(key)
 
     def join(self) -> set[str]:
-        """Wait until everything sent has left, and everything posted and gathered has come; returns the keys of what
-        was posted, which is received later."""
+        """Wait until all that is sent has left, and all that is posted or gathered has come. Returns the keys of what
+        is posted: it is received later."""
         for key, (works, values) in list(self.posted.items()):
             for work in works:
                 self.wait(work, self.arriving(key))

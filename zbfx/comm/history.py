@@ -1,8 +1,10 @@
 """Which calls a rank has made, and how ranks whose calls differ hear of it.
 
-Nothing is sent for that while calls follow each other quickly. Some seconds after a call has begun, if none has
-followed, a thread writes what it was into the pipeline's store, where the first rank to do so settles what the others
-must have called. What was called does not change any more: ranks that are slow, and make the same calls, never differ.
+In: the calls of this rank, a store that all ranks share. Out: a sentence that says which calls differ.
+
+Nothing is written while calls follow each other quickly. If none follows for some seconds, a thread writes the last
+ones into the store. The first rank to write a call settles what the others must have called. Calls never change
+afterwards, so that ranks which are slow, but make equal calls, never differ.
 """
 
 from __future__ import annotations
@@ -20,16 +22,17 @@ import torch.distributed as dist
 
 from zbfx.errors import SAME_CALLS
 
-COMPARE_S = 3.0  # from when a call has begun
+COMPARE_S = 3.0  # from the beginning of a call until it is written, if none follows
 LOOK_S = 0.5
 CLOSE = "close, or the end of its process"
-KEPT = 8  # calls: some need nothing from other ranks, and a rank may be that far ahead
+KEPT = 8  # calls: a rank may be that far ahead, as some calls need nothing from other ranks
 
 Differs = Callable[[str], None]
 
 
 class Call(NamedTuple):
-    """The `number`th call of a pipeline, from 1. `batch`: the shapes that it was given; None: not known."""
+    """The `number`th call of a pipeline, from 1. `batch`: the shapes of its batch, empty if it takes none; None: not
+    known yet."""
 
     number: int
     kind: str
@@ -42,8 +45,8 @@ class Call(NamedTuple):
 class History:
     """The last calls of this rank.
 
-    `tag` is a hash of the last one: messages that carry it never meet those of another call. `store` is that of the
-    pipeline; `differs` gives what the thread calls, with the reason, when another rank has made other calls.
+    `tag` is a hash of the last one: messages that carry it never meet those of another call. `differs()` is a function
+    that the thread calls with the reason once another rank has made other calls, or None if the pipeline is gone.
     """
 
     def __init__(self, name: str, store: dist.Store, differs: Callable[[], Differs | None]) -> None:
@@ -56,11 +59,11 @@ class History:
 
     @property
     def place(self) -> str:
-        """The last call, but for its batch."""
+        """The last call, without its batch."""
         return f"call {self.calls[-1].number}, {self.calls[-1].kind}"
 
     def begin(self, kind: str, *, batch: bool = False) -> None:
-        """This rank begins a call; `batch`: `given` will say of what."""
+        """This rank begins a call. `batch`: the call takes one, whose shapes `given` reports later."""
         self.put(Call(self.calls[-1].number + 1, kind, None if batch else ""))
         if self.calls[-1].number == 1:
             threading.Thread(target=self.watch, name="zbfx calls", daemon=True).start()
@@ -70,7 +73,7 @@ class History:
         self.put(self.calls.pop()._replace(batch=", ".join(f"{name} {shape}" for name, shape in shapes.items())))
 
     def refused(self) -> None:
-        """All ranks refuse the batches that they were given, which may differ."""
+        """All ranks refuse their batches, which may differ: this call is never written."""
         self.told = self.calls[-1].number
 
     def put(self, call: Call) -> None:
@@ -83,8 +86,8 @@ class History:
         self.closed = True
 
     def end(self) -> None:
-        """Nothing more will be called here, as at the end of the process: others that go on hear of it. Forks of the
-        process, which may end before it, say nothing."""
+        """This rank makes no more calls, as at the end of its process; ranks that go on hear of it. A fork of the
+        process, which may end earlier, writes nothing."""
         if not self.closed and os.getpid() == self.process:
             self.close()
             self.put(Call(self.calls[-1].number + 1, CLOSE))
@@ -100,13 +103,14 @@ class History:
             time.sleep(LOOK_S)
 
     def difference(self) -> str | None:
-        """Tell the other ranks of the calls that they do not know of; how theirs differ, if one has told before."""
+        """Write the calls that are not in the store yet; returns how another rank's differ, if it has written its
+        own before."""
         with suppress(Exception):  # the process that holds the store is gone
             for call in tuple(self.calls):
                 if call.number <= self.told:
                     continue
                 key, own = f"call {call.number}", f"{self.name}: {call}"
-                if call.batch is None:  # it may still be refused: nobody is told
+                if call.batch is None:  # its batch may still be refused: it is compared, and not written
                     first = self.store.get(key).decode() if self.store.check([key]) else own
                     first = first.partition(" with ")[0]
                 else:

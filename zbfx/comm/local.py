@@ -15,21 +15,21 @@ from zbfx.program.messages import Message
 from zbfx.program.ops import laid_out
 
 
-@dataclass
+@dataclass(slots=True)
 class Exchange:
-    """A message within one process, from when its reader posts it or its sender sends it."""
+    """A message within one process, since its reader has posted it or its sender has sent it."""
 
     message: Message
     posted: bool = False
-    values: tuple[Tensor, ...] | None = None  # from when they are sent until they are received
+    values: tuple[Tensor, ...] | None = None  # while they are sent and not received
 
 
 class Mailbox:
-    """The channels between the ranks of one process: as between processes, what is sent first on a channel is received
-    by whoever posts first there, whatever either calls it."""
+    """The channels between the ranks of one process. As between processes, the first message sent on a channel goes to
+    the first receive posted there, whatever keys they have."""
 
     def __init__(self) -> None:
-        self.channels: dict[tuple[int, int], deque[Exchange]] = defaultdict(deque)  # what one side has asked for alone
+        self.channels: dict[tuple[int, int], deque[Exchange]] = defaultdict(deque)  # begun by one side alone
 
     def post(self, message: Message) -> Exchange:
         exchange = self.exchange(message, posts=True)
@@ -57,7 +57,7 @@ class Mailbox:
 
 
 class LocalTransport:
-    """All ranks in one process: messages go through a mailbox that the ranks share."""
+    """The messages of one rank, all of whose partners live in this process: they go through a mailbox."""
 
     def __init__(self, name: str, messages: Mapping[str, Message], mailbox: Mailbox) -> None:
         self.name, self.messages, self.mailbox = name, messages, mailbox
@@ -73,7 +73,7 @@ class LocalTransport:
             self.post(key)
 
     def ready(self, key: str) -> bool:
-        """A send ends once its reader has posted it, as sends between processes may."""
+        """A sent message may be released once its reader has posted it: a send between processes may wait as long."""
         if key in self.sent:
             return self.sent[key].posted
         assert key in self.posted, f"{self.name}: {key} is received before it is posted, or released before it is sent"
@@ -112,7 +112,7 @@ class LocalTransport:
             self.release(key)
 
     def join(self) -> set[str]:
-        """For captured graphs."""
+        """Never called: only captured graphs need it."""
         raise AssertionError("graphs are captured by processes that run one rank each")
 
     def drop(self) -> None:

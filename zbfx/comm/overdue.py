@@ -1,8 +1,10 @@
 """Ends a process whose GPU waits for a rank that will not come.
 
-Nothing else can: a wait inside a captured step, or for a copy, has no timeout, and the host waits for the device inside
-the driver, where neither exceptions nor Ctrl-C reach it. The thread that watches asks the device for nothing, for such
-calls may wait too: the device itself writes into memory of the host how far it has come.
+In: how many steps the host has begun, and how many the device has got through. Out: the end of the process, and why.
+
+Nothing else can end such a wait. Inside a captured step, or for a copy, it has no timeout. The host waits for the
+device inside the driver, where neither exceptions nor Ctrl-C reach it. The thread that watches asks the device for
+nothing, because such calls may wait too: the device itself writes into memory of the host how far it has come.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ import torch
 
 POLL_S = 0.5
 GRACE_S = 3.0  # how long a step may take once another rank is known to have failed
-LAST_WORDS_S = 30.0  # and a process that has failed itself, once its device waits for messages that nobody sends
+LAST_WORDS_S = 30.0  # how long a device may take after its process has failed: it may wait for messages in vain
 
 
 class Progress:
-    """How many steps a device has got through."""
+    """Counts the steps that a device has got through."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_device = torch.zeros((), dtype=torch.int64, device=device)
@@ -53,8 +55,8 @@ def start(watch: Callable[[], None]) -> None:
 class Overdue:
     """Watches, from a thread of its own, that the device gets through each step that the host has begun.
 
-    `done` says how many it has got through, `fault` why another rank has failed, if one is known to; `allowed` what
-    sets the timeout.
+    `done()` is how many steps the device has got through, `fault()` why another rank has failed, or None. `allowed`
+    says what sets the timeout.
     """
 
     def __init__(

@@ -1,4 +1,7 @@
-"""Where a process stands among all of torch.distributed: which rank of a pipeline, in which of its replicas."""
+"""Where a process stands among all of torch.distributed: which rank of a pipeline, in which of its replicas.
+
+In: the number of ranks, and a mesh where there are replicas. Out: `Place`.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ class Place:
         return f"rank {rank}" if len(self.replicas) == 1 else f"replica {replica}, rank {rank}"
 
     def names(self) -> list[str]:
-        """Those of all processes of the family, by replica and rank."""
+        """The names of all processes of the family, by replica and rank."""
         return [self.name_of(d, r) for d, replica in enumerate(self.replicas) for r in range(len(replica))]
 
     def pipelines(self) -> Iterator[tuple[int, ...]]:

@@ -1,6 +1,7 @@
-"""What all processes of torch.distributed do together outside a step: compare what they were asked for, share results.
+"""What all processes of torch.distributed do together outside a step: compare their arguments, and share results.
 
-Each exchange says what it is for: processes that are at different ones made different calls, and hear of it at once.
+In: a value or an argument of this process. Out: those of all processes, or one error on all. Each exchange has a name:
+processes that are at exchanges of different names made different calls, and hear of it at once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def waiting(who: str, what: str) -> Iterator[None]:
     except RuntimeError as error:
         raise PipelineFault(
             f"{who}: waiting for {what} is lost, or slower than the timeout, or made other calls ({SAME_CALLS}): "
-            f"{error}"
+            f"{error}",
+            waited=True,
         ) from error
 
 
@@ -62,7 +64,7 @@ def from_rank(rank: int, what: str, value: Any) -> Any:
 
 
 def on_all_ranks(what: str, work: Callable[[], Any], arguments: Mapping[str, object] | None = None) -> Any:
-    """Do `work` on every process; what one refuses, all refuse, as they do arguments that differ."""
+    """Do `work` on every process. If one raises `ZbfxError`, all do; they also do if their arguments differ."""
     if is_alone():
         return work()
     names = [f"rank {rank}" for rank in range(dist.get_world_size())]
@@ -76,7 +78,8 @@ def agreed(
     gather: Callable[[Any], list[Any]],
     names: Sequence[str],
 ) -> Any:
-    """The same among the processes of these names, whose values `gather` gives."""
+    """Do `work` on the processes of these names; `gather` collects a value of each. If one raises `ZbfxError`, all do;
+    they also do if their arguments differ."""
     result, refusal = None, None
     try:
         result = work()
@@ -94,7 +97,7 @@ def agreed(
 
 
 def refuse_other_arguments(what: str, found: Sequence[Mapping[str, str]], names: Sequence[str]) -> None:
-    """`found` are the arguments of each rank, as text."""
+    """Raise `ZbfxError` unless all ranks pass the same. `found` are the arguments of each rank, as text."""
     different = [
         f"{name} is {first} on {names[0]}, {other[name]} on {names[rank]}"
         for name, first in found[0].items()

@@ -1,5 +1,8 @@
-"""How long calls take on a device, in the state in which they will run: many repetitions back to back, as captured CUDA
-graphs where there is a GPU, so that neither launches nor cold clocks enter."""
+"""How long calls take on a device, in the state in which a step will run them.
+
+In: functions without arguments. Out: seconds. Calls follow each other without a pause, on a GPU as captured CUDA
+graphs, so that neither launches nor a cold clock enter.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ from zbfx.program.streams import second_stream
 REPETITIONS = 8  # calls per timing, back to back
 TIMINGS = 5  # of which the median counts
 WARM_S = 4.5  # under full load a GPU gets hot and lowers its clock, by 3 % within this time and little after it
-SHORT_WARM_S = 0.25  # enough on one that was under the same load a moment ago
-OTHER_WARM_S = 2.0  # and under another one, which may draw more power and take another 2 % of the clock
-COUNTED_S = 0.75  # under load, after that
+SHORT_WARM_S = 0.25  # enough on a GPU that was under the same load a moment ago
+OTHER_WARM_S = 2.0  # enough on one that was under another load: this one may draw more power, and cost 2 % of the clock
+COUNTED_S = 0.75  # how long calls are timed after that
 
 Label = TypeVar("Label", bound=Hashable)
 Argument = TypeVar("Argument")
@@ -40,8 +43,8 @@ def process_s(call: Callable[[], Any]) -> float:
 
 
 def captured(call: Callable[[], Any], repetitions: int, pool: Any = None) -> torch.cuda.CUDAGraph:
-    """So many calls as a CUDA graph, warmed up on the stream that captures: every stream that multiplies matrices keeps
-    a workspace for good. Graphs with one `pool` of memory write over each other's results."""
+    """A CUDA graph of so many calls. They are warmed up on the stream that captures, since every other stream that
+    multiplies matrices would keep a workspace for good. Graphs with one `pool` write over each other's results."""
     graph = torch.cuda.CUDAGraph()
     capture = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
     side = capture.capture_stream
@@ -71,8 +74,8 @@ def graph_s(call: Callable[[], Any]) -> float:
 def sustained_s(
     rounds: Sequence[Mapping[Label, Callable[[], Any]]], device: torch.device, warm_s: float
 ) -> list[dict[Label, float]]:
-    """Median seconds of each call, those of a round in turn. On a GPU the first round is timed after `warm_s` of its
-    load, and the others right after it: they are captured before, for a device that waits cools down."""
+    """Median seconds of each call. The calls of a round run in turn. On a GPU the first round is timed after `warm_s`
+    of its load, and the others right after it. All are captured before, because a device that waits cools down."""
     if device.type != "cuda":
         return [{key: process_s(call) for key, call in calls.items()} for calls in rounds]
     pool = torch.cuda.graph_pool_handle()
@@ -81,7 +84,7 @@ def sustained_s(
 
 
 def in_turn_s(graphs: Mapping[Label, torch.cuda.CUDAGraph], warm_s: float) -> dict[Label, float]:
-    """Median seconds of each graph, as `sustained_s` says. Waits for nothing else that the device does.
+    """Median seconds of each graph, run in turn under load. Waits for nothing else that the device does.
 
     The device always has the next turn before it ends one: a pause of a moment, in which it draws less power, makes it
     faster by 1 to 2 % than it is in a step.
@@ -123,10 +126,10 @@ def side_by_side(one: Callable[[], Any], other: Callable[[], Any], device: torch
 
 
 def most_bytes(run: Callable[[Argument], Any], make: Callable[[], Argument], device: torch.device) -> int:
-    """The most that `run` holds on a GPU beside what was held before it, its argument included, by PyTorch's allocator;
-    its statistics of the peak start anew."""
+    """The most bytes that `run` holds on a GPU beside what was held before it, its argument included. Resets the peak
+    that PyTorch's allocator reports."""
     most = 0
-    for _ in range(2):  # what the first call sets up is no part of it
+    for _ in range(2):  # the first call also sets things up, and does not count
         argument = make()
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)

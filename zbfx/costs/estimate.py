@@ -1,8 +1,8 @@
 """Stages -> CostTable in closed form: a roofline per node, summed over each phase, and bytes from the storages.
 
-Good enough to balance stages and to order actions on hardware of the assumed proportions; measured costs replace it
-where the plan has to be exact. Stages traced with symbols for sizes give `Formulas`: the same table, to be had for any
-sizes by substitution.
+Such a table is good enough to balance stages and to order actions on hardware of the assumed proportions; measured
+costs replace it where the plan has to be exact. Stages traced with symbols for sizes give `Formulas`, which become a
+table for any sizes by substitution.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Hardware:
     launch_s: float
     link_bytes_per_s: float
     link_latency_s: float
-    beside: float  # of a W's time, what it adds to a B that it runs beside
+    beside: float  # the share of a W's time that it adds to a B beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def hardware_of(device: torch.device) -> Hardware:
     return CPU if device.type == "cpu" else GPU
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Formulas:
     """A cost table whose numbers are sympy expressions in the sizes of the microbatch: the fields of every stage, and
     (source, target, seconds forward, seconds back) of every edge."""
@@ -80,9 +80,9 @@ class Formulas:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Costed:
-    """Stages, what they cost, and stage by stage what is to be said of how that is known."""
+    """Stages, their cost table, and for each stage notes on how its costs were found."""
 
     stages: tuple[Stage, ...]
     costs: CostTable
@@ -101,7 +101,7 @@ def node_s(node: fx.Node, hardware: Hardware, size: Callable[[Any], Any] = hint)
 
 def larger(one: Any, other: Any) -> Any:
     if isinstance(one, sympy.Expr) or isinstance(other, sympy.Expr):
-        return sympy.Max(one, other, evaluate=False)  # which of them it is, substitution says
+        return sympy.Max(one, other, evaluate=False)  # substitution decides which
     return max(one, other)
 
 
@@ -136,7 +136,7 @@ def stage_terms(stage: Stage, hardware: Hardware) -> dict[str, Any]:
 
 
 def total(terms: Iterable[Any]) -> Any:
-    """Their sum; of expressions at once, which collects equal terms."""
+    """The sum of the terms. Expressions are added in one call, which collects equal terms."""
     numbers = list(terms)
     if any(isinstance(number, sympy.Expr) for number in numbers):
         return sympy.Add(*numbers)

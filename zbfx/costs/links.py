@@ -1,4 +1,7 @@
-"""Seconds of messages between ranks, and of sums over replicas, taken on the machine. All ranks measure together."""
+"""Seconds of messages between ranks, and of sums over replicas, taken on the machine. All ranks measure together.
+
+In: the edges of a cost table with their stages, or `Channels`. Out: measured edges, or a `Link`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def measured_edges(
     edges: Sequence[Edge], stages: Sequence[Stage], placement: Sequence[int], device: torch.device
 ) -> tuple[Edge, ...]:
     """The edges with the seconds of their messages, sent as a step sends them."""
-    place = Place(((tuple(range(max(placement) + 1)),),), 0, 0, dist.get_rank())  # processes beyond look on
+    place = Place(((tuple(range(max(placement) + 1)),),), 0, 0, dist.get_rank())  # further processes only call along
     between = {(placement[edge.source], placement[edge.target]) for edge in edges}
     pairs = {pair for one, other in between if one != other for pair in ((one, other), (other, one))}
     if device.type != "cuda":
@@ -49,7 +52,8 @@ def measured_edges(
 def measured_edge(
     edge: Edge, stages: Sequence[Stage], placement: Sequence[int], device: torch.device, lines: Lines
 ) -> Edge:
-    """Round trips of the edge's messages between its two ranks; every rank calls this in the same order."""
+    """The edge with the seconds of its messages, from round trips between its two ranks. Every rank calls this, for all
+    edges in one order."""
     low, high = placement[edge.source], placement[edge.target]
     if low == high:
         return edge
@@ -95,7 +99,7 @@ def transfer_s(sender: int, receiver: int, payload: Tensor, lines: Lines) -> flo
 
 
 def on_host_s(call: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of a call, of those that other processes take part in."""
+    """Median seconds of a call in which other processes take part."""
     seconds = []
     for _ in range(TIMINGS + 2):
         synchronize(device)

@@ -1,4 +1,7 @@
-"""Values to call phases with before there are real ones: to time them, and to load their code."""
+"""Values to call phases with before there are real ones: to time phases, and to load their code.
+
+In: fake tensors, and the graph that says what they are used for. Out: real tensors of their sizes, strides and dtypes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from zbfx.rng import seeded
 
 REFUSALS = (RuntimeError, ValueError, IndexError)  # what ops raise for values outside of their domain
 
-# Of values outside of their domain these stop a GPU for good.
+# Ops that stop a GPU for good if a value is outside of their domain.
 OF_PROBABILITIES = {
     aten.bernoulli,
     aten.bernoulli_,
@@ -47,8 +50,9 @@ def made_up(value: Any, device: torch.device, *, positive: bool = False) -> Any:
 
 
 def positive_inputs(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The floats that what any of these nodes takes for probabilities is made of, as far back as it goes: sums and
-    products of positive numbers are positive. Integers that are taken for pivots."""
+    """What must be positive so that probabilities and pivots are, where any of these nodes takes some: the floats (for
+    pivots, integers) that they are computed from, as far back as the graph goes. Sums and products of positive numbers
+    are positive."""
     found: set[fx.Node] = set()
     for node in nodes:
         op = getattr(operator_of(node), "overloadpacket", None)
@@ -64,7 +68,7 @@ def positive_inputs(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def operator_of(node: fx.Node) -> Any:
-    """What a node calls; a random op through what sets its generator."""
+    """The operator that a node calls; for a random one, the operator behind the wrapper that sets its generator."""
     return node.args[0] if node.target is seeded else node.target
 
 
@@ -79,14 +83,14 @@ def is_integer(node: fx.Node) -> bool:
 
 
 def argument_of(node: fx.Node, device: torch.device, positive: set[fx.Node]) -> Any:
-    """What stands for the value of a node."""
+    """A made-up value of a node."""
     if "val" not in node.meta:  # a seed
         return 0
     return made_up(node.meta["val"], device, positive=node in positive)
 
 
 def argument_makers(graph: fx.Graph, device: torch.device) -> list[Callable[[], Any]]:
-    """What makes each argument of a phase's graph."""
+    """A function for each argument of a phase's graph, which makes it up."""
     positive = positive_inputs(graph.nodes)
     return [partial(argument_of, node, device, positive) for node in graph.find_nodes(op="placeholder")]
 
@@ -94,8 +98,8 @@ def argument_makers(graph: fx.Graph, device: torch.device) -> list[Callable[[], 
 def made_up_storage(
     values: Sequence[Tensor], size: int, device: torch.device, *, positive: bool = False
 ) -> list[Tensor]:
-    """Tensors like these fake ones in one storage of so many bytes, as theirs have: zeros; `positive`: of one dtype,
-    numbers above 0."""
+    """Tensors like these fake ones, in one storage of so many bytes as theirs. They are zero, or above 0 if `positive`:
+    then all have one dtype."""
     memory = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def like(value: Tensor) -> Tensor:
@@ -108,7 +112,7 @@ def made_up_storage(
 
 
 def positive_values(phase: Phase) -> set[str]:
-    """The names of the values that a phase reads and takes for probabilities or pivots, or makes such of."""
+    """The names of the values from which a phase computes probabilities or pivots."""
     nodes = phase.module.graph.find_nodes(op="placeholder")[len(phase.ports) :]
     inputs = positive_inputs(phase.module.graph.nodes)
     return {name for name, node in zip(phase.values, nodes, strict=False) if node in inputs}
@@ -117,8 +121,8 @@ def positive_values(phase: Phase) -> set[str]:
 def made_up_values(
     stage: Stage, names: Iterable[str], positive: Collection[str], device: torch.device
 ) -> dict[str, Tensor]:
-    """What stands for values of a stage, in the storages in which they would be; above 0 those that share theirs with
-    a `positive` one."""
+    """Made-up values of a stage, which share storages as the real ones do. All values in the storage of a `positive`
+    one are above 0."""
     storages: dict[str, list[str]] = defaultdict(list)
     for name in names:
         storages[stage.storages[name][0]].append(name)
@@ -131,14 +135,14 @@ def made_up_values(
 
 
 def argument_keys(phase: Phase) -> list[Any]:
-    """What tells the arguments of a stage's phases apart: equal in two phases that get the same tensor."""
+    """A key for each argument of a phase. Two phases of a stage that get one tensor have one key for it."""
     gradients = [("gradient", name) for name in phase.gradients]
     return [*phase.ports, *phase.values, *gradients, *(["seed"] if phase.is_random else [])]
 
 
 def without_checks(phase: Phase) -> Phase:
-    """The phase without checks of values, which made-up ones would not pass. The same phase if it has none: what is
-    compiled for one would be compiled again for its copy."""
+    """The phase without checks of values, which made-up ones would not pass. A phase that has none is returned itself,
+    as a copy would be compiled once more."""
     if not has_checks(phase):
         return phase
     graph = copy_graph(phase.module.graph)

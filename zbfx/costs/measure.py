@@ -1,6 +1,7 @@
 """Costs taken on the device: of single nodes (for the partition) and of whole phases (for the plan).
 
-All ranks measure at the same time, each its own stages, and share the results: every rank plans from the same numbers.
+In: a joint graph or stages, and the conditions under which they run. Out: seconds of nodes, or a `Costed`. All ranks
+measure at the same time, each its own stages, and share the results: every rank plans from the same numbers.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ def node_timer(joint: Joint, options: Options) -> Callable[[fx.Node], float]:
     return lambda node: seconds.get(node.name, 0.0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Conditions:
-    """How phases are measured: on `device`, as `compiled` runs them, after `warm_s` of load; with `overlap` also Ws
-    beside Bs."""
+    """How phases are measured: on `device`, as `compiled` runs them, after `warm_s` of load. `overlap`: Ws beside Bs
+    are measured too."""
 
     device: torch.device
     compiled: Callable[[Phase], Boxed]
@@ -70,8 +71,8 @@ def cost_table(
     compiled: Callable[[Phase], Boxed],
     warm_s: float = WARM_S,
 ) -> Costed:
-    """The stages, and the costs to plan from: the options' own table, measured ones, which say more about the stages'
-    memory too, or estimated ones. Measured phases run as `compiled` makes them, after `warm_s` of load."""
+    """The stages, and the costs to plan from: the options' own table, measured ones or estimated ones. Measured phases
+    run as `compiled` makes them, after `warm_s` of load; the stages then say what calls of these phases hold."""
     if isinstance(options.costs, CostTable):
         if options.costs.placement != tuple(placement):
             raise ZbfxError(f"costs are for the placement {tuple(placement)}; found one for {options.costs.placement}")
@@ -132,8 +133,8 @@ def one_node_s(node: fx.Node, hardware: Hardware, device: torch.device) -> float
 def measured_costs(
     stages: tuple[Stage, ...], placement: Sequence[int], hardware: Hardware, conditions: Conditions
 ) -> Costed:
-    """These stages with what calls of their phases hold, and their cost table: phases timed as `compiled` runs them,
-    each by the rank that will, all at once; edges timed as messages between their ranks."""
+    """The stages, with what calls of their phases hold, and their cost table. Each rank times the phases that it will
+    run, all ranks at once; edges are timed as messages between their ranks."""
     table = estimate(stages, placement, hardware)
     ranks = max(placement) + 1
     # With several replicas the first `ranks` processes measure for all; the others put the same load on the machine.
@@ -156,10 +157,10 @@ def with_call_bytes(stage: Stage, measured: Mapping[Kind, CallBytes]) -> Stage:
     return replace(stage, phases=phases)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Prepared:
-    """A stage whose phases can be called, again and again, on made-up values, and what such calls hold on a GPU.
-    `refused`: what those raise that cannot."""
+    """A stage whose phases can be called again and again on made-up values, and what such calls hold on a GPU. Phases
+    in `refused` cannot be: they raise this."""
 
     stage: Stage
     calls: Mapping[Kind, Callable[[], Any]]
@@ -169,7 +170,7 @@ class Prepared:
 
 @torch.no_grad()
 def prepared(stage: Stage, conditions: Conditions) -> Prepared:
-    """Compiles the stage's phases. What several of them read, they read from the same memory."""
+    """Compile the stage's phases, and try each once. A tensor that several of them read is made once."""
     device = conditions.device
     made: dict[Any, Any] = {}
     calls: dict[Kind, Callable[[], Any]] = {}
@@ -196,9 +197,9 @@ def prepared(stage: Stage, conditions: Conditions) -> Prepared:
     return Prepared(stage, calls, held, refused)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Measured:
-    """A stage's costs, what calls of its phases hold, and which of them are not measured."""
+    """A stage's costs, what calls of its phases hold, and notes on phases that could not be called."""
 
     cost: StageCost
     call_bytes: Mapping[Kind, CallBytes]
@@ -209,8 +210,8 @@ class Measured:
 def measured_stages(
     ready: Sequence[Prepared], estimated: CostTable, hardware: Hardware, conditions: Conditions
 ) -> dict[int, Measured]:
-    """A rank's stages: all of their phases timed in turn, as a step runs them, once the device has the clock that it
-    keeps under load. Phases that refuse made-up values take what their nodes do."""
+    """The costs of a rank's stages. All of their phases are timed in turn, as a step runs them, once the device has the
+    clock that it keeps under load. A phase that refuses made-up values counts as the sum of its nodes."""
     alone = {(one.stage.index, str(kind)): call for one in ready for kind, call in one.calls.items()}
     forward = {key: call for key, call in alone.items() if key[1] == Kind.F}
     pairs = {(one.stage.index, BESIDE): pair for one in ready if (pair := beside(one, conditions))}
@@ -248,24 +249,24 @@ def runs_pairs(one: Prepared, conditions: Conditions) -> bool:
 
 
 def beside(one: Prepared, conditions: Conditions) -> Callable[[], Any] | None:
-    """A call of such a pair, where it can be called."""
+    """A call of the stage's B with its W beside it; None if steps run no such pair, or if it cannot be called."""
     if not runs_pairs(one, conditions) or not {Kind.B, Kind.W} <= set(one.calls):
         return None
     return partial(side_by_side, one.calls[Kind.W], one.calls[Kind.B], conditions.device)
 
 
 def beside_s(stage: int, alone: Mapping[TimedPart, float], mixed: Mapping[TimedPart, float]) -> float:
-    """Seconds of B with W beside it, as much as a step of such pairs and of Fs takes beyond the Fs.
+    """Seconds of B with W beside it: what a round of Fs and such pairs takes beyond the Fs alone.
 
-    Timed apart from B and W in turn: a device that does more at once draws more power, and lowers its clock for it.
-    What that takes from the Fs is the pairs' doing.
+    This round is timed apart from the one of B and W in turn, because a device that does more at once draws more power
+    and lowers its clock. The time that the Fs lose to that counts as the pair's.
     """
     forward = (stage, str(Kind.F))
     return mixed[stage, BESIDE] + mixed.get(forward, 0.0) - alone.get(forward, 0.0)
 
 
 def attempt(call: Callable[[], Any], device: torch.device) -> None:
-    """Raises what the call does, to be called or to be captured."""
+    """Call, and on a GPU also capture, to raise what either raises."""
     call()
     if device.type == "cuda":
         captured(call, repetitions=1)

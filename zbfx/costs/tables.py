@@ -1,4 +1,4 @@
-"""A cost table as JSON.
+"""JSON -> CostTable -> JSON.
 
     {"stages": [{"t_f": 1.0, "t_b": 1.0, "t_w": 1.0, "m_b": 1.0, "m_w": 0.5}, ...],
      "t_comm": 0.1, "placement": [0, 1, ...]}
@@ -36,7 +36,7 @@ REQUIRED_STAGE_KEYS = ("t_f", "t_b", "t_w")
 EDGE_KEYS = ("source", "target", "t_f", "t_b")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Reader:
     """Typed access to a JSON object; errors name the place in the document."""
 

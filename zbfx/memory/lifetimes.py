@@ -1,7 +1,10 @@
 """Phase -> the storages that it reads and makes, and when each of them comes and goes.
 
-A storage lives while any value in it does; views and results of in-place ops have their input's. A value dies after the
-statement that reads it last, as the generated code says (`x = None`), and one that nobody reads right away.
+In: a `Phase`, with the fake values of its nodes. Out: `Lifetimes`, and what a call of the phase does to memory.
+
+A storage lives while any value in it does. A view, or the result of an in-place op, is in its input's storage. A value
+dies after the statement that reads it last, as in the generated code (`x = None`); a value that nobody reads dies at
+once.
 """
 
 from __future__ import annotations
@@ -29,13 +32,13 @@ PERHAPS_VIEWS = {aten.reshape.default, aten.contiguous.default}
 Slot = int  # a storage inside a phase: the k-th value that it reads for k < len(phase.values), later ones are made here
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Lifetimes:
     """What happens to memory inside a phase, op by op.
 
     `steps` are the ops at which anything changes: (node, slots made there with their bytes, slots that nothing reads
-    after it). Parameters, buffers, inputs of the microbatch and accumulators are no part of it. `results[k]` is the
-    slot of the phase's k-th result, None if it is no storage of its own.
+    after it). Parameters, buffers, inputs of the microbatch and accumulators are left out. `results[k]` is the slot of
+    the phase's k-th result, None if that has no slot.
     """
 
     steps: tuple[tuple[str, tuple[tuple[Slot, int], ...], tuple[Slot, ...]], ...]
@@ -158,10 +161,10 @@ def last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
     return last
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Effect:
-    """What a call does to memory: the most above what was held before it, at which op, the storages that it leaves,
-    and the difference that remains."""
+    """What a call does to memory, in bytes above what was held before it: the `peak` and its op, and what `remains`
+    afterwards. `made` are the storages that it leaves behind."""
 
     peak: int
     node: str
@@ -172,8 +175,8 @@ class Effect:
 def call_effect(
     inside: Lifetimes, groups: Sequence[Slot], owned: Collection[Slot], sizes: Mapping[Slot, int]
 ) -> Effect:
-    """Walk a phase. `groups[k]` is the first of the values that share value k's storage, `sizes` the bytes of these
-    storages, and `owned` those that nothing else holds: they die inside."""
+    """Walk a phase. `groups[k]` is the first value that shares the storage of value k, and stands for the storage;
+    `sizes` are the bytes of storages. Those in `owned` are held by nothing else, and die inside."""
     holders = Counter(groups)
     for group in sizes:
         holders[group] += group not in owned
@@ -202,10 +205,10 @@ def kept_storages(stage: Stage, kind: Kind) -> set[str]:
     return {stage.storages[name][0] for after in later for name in stage.phases[after].values}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Reading:
-    """The storages behind the values that a phase reads: `groups` and `sizes` as of `call_effect`, and those of them
-    that no later phase of the stage reads, so that a step leaves them to the call."""
+    """The storages behind the values that a phase reads: `groups`, `sizes` and `owned` of `call_effect`. A step leaves
+    a storage to the call if no later phase of the stage reads it."""
 
     groups: tuple[Slot, ...]
     sizes: Mapping[Slot, int]
@@ -223,8 +226,8 @@ def reading(stage: Stage, kind: Kind, granule: int = 1) -> Reading:
 
 
 def transient_bytes(stage: Stage) -> int:
-    """The most that one action of a stage, a fused backward among them, needs beside M_B of its microbatch, and its
-    messages. Conservative: as if every message were on its way meanwhile."""
+    """The most bytes that one action of a stage, or its fused backward, needs beside M_B of its microbatch. This is an
+    upper bound: all messages of the stage count as if they were on their way at once."""
     live: set[str] = set()
     excess = [0]
     for kind, phase in stage.phases.items():

@@ -1,6 +1,7 @@
 """Program -> the bytes that its rank holds, at every action of a step: the prediction that `mem_limit` is kept by.
 
-What is static is counted from the graphs; what comes and goes from a walk of the program (`zbfx.memory.walk`).
+In: `Program`s, and the options that they run with. Out: a `RankMemory` for each rank. Static bytes are counted from the
+graphs; bytes that come and go are found by a walk of the program (`zbfx.memory.walk`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from zbfx.schedule.schedule import Schedule
 from zbfx.trace.signature import Signature
 
 CONNECTIONS_BYTES = 2**28  # of a GPU, for inboxes and NCCL's buffers, which come after the plan
-ADAM_SLOTS = 2.0
+ADAM_SLOTS = 2.0  # tensors of its size that Adam keeps for each parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,9 @@ class Static:
         return self.parameters + self.gradients + self.buffers + self.batch + self.optimizer + self.workspace
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What one rank holds in a step. `live` says what makes up the most, beside what is static: (what, bytes)."""
+    """What one rank holds in a step. `live` is what it holds at the peak, beside what is static: (what, bytes)."""
 
     rank: int
     static: Static
@@ -68,10 +69,10 @@ class RankMemory:
 def predict(
     programs: Sequence[Program], joint: Joint, signature: Signature, options: Options, memo: Memo
 ) -> tuple[RankMemory, ...]:
-    """What each rank holds in a step; the lifetimes in phases, which programs share, come from `memo`.
+    """What each rank holds in a step. Programs share the lifetimes in their phases, through `memo`.
 
-    Compiled phases count with the storages of the ops that they are made from, and with what else they were measured
-    to hold.
+    A compiled phase counts with the lifetimes in its ops; what it was measured to hold beyond them is in
+    `Phase.most_bytes`.
     """
     return tuple(rank_memory(program, joint, signature, options, memo) for program in programs)
 
@@ -109,8 +110,8 @@ def resolved(options: Options) -> Options:
 
 
 def free_bytes(device: torch.device, ranks: int) -> list[float]:
-    """What each rank's device has to give: on a GPU free memory but for its connections; free memory of a host is
-    shared equally by its processes."""
+    """The bytes that each rank's device can give: on a GPU its free memory less that of connections to come, on a host
+    an equal share of the free memory."""
     if device.type == "cuda":
         own = float(torch.cuda.mem_get_info(device)[0]) - CONNECTIONS_BYTES
     else:
@@ -122,7 +123,7 @@ def free_bytes(device: torch.device, ranks: int) -> list[float]:
 
 
 def workspace_bytes(device: torch.device) -> int:
-    """What cuBLAS gets from PyTorch's allocator for each stream that multiplies matrices, once and for good."""
+    """What cuBLAS takes from PyTorch's allocator for each stream that multiplies matrices. It never gives it back."""
     if device.type != "cuda":
         return 0
     asked = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
@@ -155,7 +156,7 @@ def static_of(program: Program, joint: Joint, signature: Signature, slots: float
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class MemoryReport:
     """What every rank holds in a step; prints as a table with what is live at the peak."""
 

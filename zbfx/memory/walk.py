@@ -1,7 +1,9 @@
 """A program walked node by node as the runtime runs it (`zbfx.runtime.runner`), on storages in place of tensors.
 
-A storage counts once, from the op that makes it until nothing holds it any more. Storages by values of the program, by
-receives that are posted, by what was sent and has not been let go, and inside phases by what their ops still read
+In: a `Program`, and the lifetimes in its phases. Out: a `Moment` for each action.
+
+A storage counts once, from the op that makes it until nothing holds it any more. Values of the program hold storages,
+and so do posted receives, sent messages that are not released, and, inside a phase, values that its ops still read
 (`zbfx.memory.lifetimes`).
 """
 
@@ -21,7 +23,7 @@ from zbfx.program import ops, streams
 from zbfx.program.boxed import dying_values
 from zbfx.program.calls import AddToGradient, Gradient, GradientBucket, PartialSum, PhaseCall
 from zbfx.program.codegen import Program
-from zbfx.program.relays import Bound
+from zbfx.program.relays import BatchLoss, Bound
 
 # Modules that read and write gradients alone, or, for the optimizer, a few numbers.
 STATIC = (PartialSum, AddToGradient, Gradient, GradientBucket, Bound)
@@ -53,7 +55,7 @@ class Storage:
 Storages = Storage | tuple["Storages", ...] | None  # None: nothing that counts
 
 
-@dataclass
+@dataclass(slots=True)
 class Walk:
     """One pass over a program. `values` is what its nodes hold, `held` the bytes of it all."""
 
@@ -71,7 +73,7 @@ class Walk:
     moments: list[Moment] = field(default_factory=list)
 
     def run(self, until: int | None = None) -> None:
-        """Walk the nodes, or the first `until` moments and the nodes before the call that ends the next one."""
+        """Walk the nodes. With `until`, stop before the call that ends the moment of this index."""
         nodes = list(self.program.module.graph.nodes)
         dying = dying_values(nodes)
         for node, dead in zip(nodes, dying, strict=True):
@@ -100,7 +102,7 @@ class Walk:
             hold(self.posted[key])
         elif node.target is ops.receive:
             received = self.posted.pop(key)
-            let_go(received)  # what calls this holds it
+            let_go(received)  # the caller holds it
             return received
         elif node.target is ops.send:
             self.sent[key] = self.on_its_way(key, node.args[2])  # type: ignore[arg-type]
@@ -114,7 +116,7 @@ class Walk:
             ops.gathered,
             streams.join,
         ):
-            return None  # in place, on gradients; what a call on another stream reads is held until here
+            return None  # in place, on gradients; a join is the last reader of what a call beside others reads
         else:
             assert node.target is operator.getitem, f"no rule for the memory of {node.format_node()}"
             whole = self.values[node.args[0]]  # type: ignore[index]
@@ -136,7 +138,7 @@ class Walk:
         module = inner_call(self.program.module.get_submodule(str(node.target)))
         if not isinstance(module, PhaseCall):
             assert isinstance(module, STATIC), f"no rule for the memory of {node.format_node()}"
-            return self.keep(node, self.loss(len(node.args)) if node.target == "loss" else None)
+            return self.keep(node, self.loss(len(node.args)) if isinstance(module, BatchLoss) else None)
         arguments = [self.values[source] for source in node.args[1:]]  # type: ignore[index]
         found: list[Any] = [arguments[i] if k is None else arguments[i][k] for i, k in module.places]  # type: ignore[index]
         read = [value or Storage(0, "", holders=1) for value in found]  # a view of what is static counts nothing
@@ -172,7 +174,7 @@ class Walk:
     def effect(
         self, phase: str, groups: tuple[Slot, ...], owned: tuple[Slot, ...], sizes: Mapping[Slot, int]
     ) -> Effect:
-        """The same for every microbatch whose values are shared and held in the same way."""
+        """What a call does to memory. All microbatches whose values are shared and held alike have one effect."""
         key = (phase, groups, owned)
         if key not in self.effects:
             self.effects[key] = call_effect(self.phases[phase], groups, owned, sizes)
@@ -227,7 +229,7 @@ def layout_bytes(layout: Any) -> int:
 
 
 def inner_call(module: nn.Module) -> nn.Module:
-    """The call itself, on whatever stream."""
+    """The call that a module makes, on whichever stream."""
     return module.call if isinstance(module, streams.Beside) else module
 
 

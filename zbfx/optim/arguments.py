@@ -1,4 +1,7 @@
-"""What a wrapped optimizer and its methods are called with, checked: each mistake names its argument."""
+"""Checks of what a wrapped optimizer and its methods are called with.
+
+In: a user's arguments. Out: the same arguments, or a `ZbfxError` that names the wrong one.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """What optimizer steps cost in the plan: consecutive steps of all ranks, simulated with and without a barrier.
 
-The simulator of schedules times one step, whose end nobody waits for. Here steps follow each other: a rank goes on as
+In: a schedule with its messages and chain, the costs of the optimizer. Out: `OptimizerPlan`.
+
+The simulator of schedules times one step, whose end nobody waits for. Here steps follow each other. A rank goes on as
 soon as it has stepped its optimizer, so that a step fills the gaps that the one before it left.
 """
 
@@ -24,10 +26,11 @@ WRONG = 4  # the step in which forwards run again
 TaskKey = tuple[object, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class OptimizerCosts:
-    """Seconds per rank: of one step of the optimizer with the copies that its way back takes, of undoing one and taking
-    it again, and from one rank to the next or, in a barrier, between all of them."""
+    """What a step of the optimizer costs. For each rank: seconds of a step and of the copies for undoing it (`step_s`),
+    seconds of undoing a step and taking it again (`redo_s`), and bytes of the copies. `hop_s`: seconds from one rank to
+    the next."""
 
     step_s: tuple[float, ...]
     redo_s: tuple[float, ...]
@@ -52,8 +55,8 @@ def estimated(
 
 
 def slots_per_parameter(optimizer: torch.optim.Optimizer) -> int:
-    """How many tensors as large as a parameter the optimizer keeps for each; none known for classes that are not
-    torch's until they have stepped."""
+    """How many tensors of its size the optimizer keeps for each parameter. For classes that are not torch's this is
+    known once they have stepped, and 0 before."""
     for parameter, state in optimizer.state.items():
         return sum(isinstance(v, Tensor) and v.shape == parameter.shape for v in state.values())
     group = optimizer.param_groups[0]
@@ -62,7 +65,7 @@ def slots_per_parameter(optimizer: torch.optim.Optimizer) -> int:
     return int(isinstance(optimizer, torch.optim.SGD) and group["momentum"] != 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class OptimizerPlan:
     """Seconds a step takes with a barrier and without, what a wrong step adds to that, and what the way back costs."""
 
@@ -85,13 +88,15 @@ class OptimizerPlan:
         return self.validated_s + self.repeat_s / every
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Task:
-    """Something that a rank does for so long, after tasks of any rank and the time that their results travel."""
+    """Something that a rank does for so long. It waits for the tasks `after`, of any rank, and so long for each one's
+    result to travel. `ends`: the number of the step of which it is the last task, None if it is not the last."""
 
     key: TaskKey
     seconds: float
     after: tuple[tuple[TaskKey, float], ...] = ()
+    ends: int | None = None
 
 
 def planned(schedule: Schedule, messages: Sequence[Message], chain: Chain, costs: OptimizerCosts) -> OptimizerPlan:
@@ -125,11 +130,11 @@ def step_ends(orders: Sequence[Sequence[Task]]) -> list[float]:
                 places[rank] += 1
                 moved = True
     assert all(place == len(order) for place, order in zip(places, orders, strict=True)), "schedules do not deadlock"
-    ends: dict[object, float] = {}
-    for key, time in done.items():
-        if key[0] == "optimizer":
-            ends[key[1]] = max(time, ends.get(key[1], 0.0))
-    return [ends[step] for step in sorted(ends, key=int)]  # type: ignore[arg-type]
+    ends: dict[int, float] = {}
+    for task in (task for order in orders for task in order):
+        if task.ends is not None:
+            ends[task.ends] = max(done[task.key], ends.get(task.ends, 0.0))
+    return [ends[step] for step in sorted(ends)]
 
 
 class Steps:
@@ -151,15 +156,14 @@ class Steps:
         edges = {(edge.source, edge.target): edge for edge in schedule.costs.edges}
         self.sources: dict[Action, list[tuple[Action, float]]] = {}
         for message in messages:
-            assert message.producer is not None, "a message between actions"
-            assert message.consumer is not None, "a message between actions"
-            stages = sorted((message.producer.stage, message.consumer.stage))
-            edge = edges.get((stages[0], stages[1]))
-            delay = None if edge is None else edge.forward_s if message.producer.kind is Kind.F else edge.backward_s
-            self.sources.setdefault(message.consumer, []).append((message.producer, float(delay or 0.0)))
+            producer, consumer = message.ends
+            low, high = sorted((producer.stage, consumer.stage))
+            edge = edges.get((low, high))
+            delay = None if edge is None else edge.forward_s if producer.kind is Kind.F else edge.backward_s
+            self.sources.setdefault(consumer, []).append((producer, float(delay or 0.0)))
 
     def of(self, rank: int, step: int, wrong: bool) -> Iterator[Task]:
-        """What a rank does in a step; `wrong`: the optimizer step before it was."""
+        """What a rank does in a step. `wrong`: the optimizer step before has to be undone and taken again."""
         order, prefix = self.orders[rank], self.chain.prefix[rank]
         first = "first" if wrong else "final"
         if not self.barrier:
@@ -171,7 +175,8 @@ class Steps:
             order = order[prefix:]
         yield from (self.action(a, step, "final") for a in order)
         yield self.state(rank, step)
-        yield Task(("optimizer", step, rank), self.costs.step_s[rank], self.everyone(step) if self.barrier else ())
+        after = self.everyone(step) if self.barrier else ()
+        yield Task(("optimizer", step, rank), self.costs.step_s[rank], after, ends=step)
 
     def action(self, action: Action, step: int, run: str) -> Task:
         after = tuple(

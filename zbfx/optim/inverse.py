@@ -1,7 +1,10 @@
 """The way back in place: the step of an optimizer undone by arithmetic (the paper's appendix on rollback).
 
-It needs no memory. Every number comes back within a few units in the last place of the numbers that it was computed
-from, in the precision of its own type: parameters of theirs and the step's, moments of theirs and the gradient's.
+In: an optimizer after its step, with the hyperparameters and gradients of that step. Out: the parameters and their
+state as before, up to rounding; it takes no memory.
+
+A number comes back within a few units in the last place, in its own precision, of the numbers that enter: for a
+parameter itself and its update, for a moment itself and the gradient.
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ Hyperparameters = Mapping[str, Any]  # of a parameter group
 ParameterState = dict[str, Any]  # what the optimizer keeps for one parameter
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Inverse:
     """`undo(group, parameter, gradient, state, first)` puts back one parameter and its state, given the gradient that
-    the step used; `first`: the step made the state, and the caller deletes it. `obstacle(group)` says why there is no
-    inverse under these hyperparameters, or None."""
+    the step used. `first`: the step has made the state, and the caller deletes it. `obstacle(group)` says why a step
+    under these hyperparameters has no inverse, or None."""
 
     undo: Callable[[Hyperparameters, Tensor, Tensor, ParameterState, bool], None]
     obstacle: Callable[[Hyperparameters], str | None]
@@ -53,7 +56,7 @@ def obstacle_of(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) 
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """In float32, or in float64 if it is."""
+    """The tensor in float32, or as it is if it is in float64."""
     return tensor if tensor.dtype is torch.float64 else tensor.float()
 
 
@@ -124,7 +127,7 @@ register_inverse(torch.optim.AdamW, undo_adam, adam_obstacle)
 
 
 class Arithmetic:
-    """Undoes steps in place; remembers what it needs from before: which parameters had no state yet."""
+    """Undoes steps in place. Remembers from before a step which parameters had no state yet."""
 
     def __init__(self) -> None:
         self.fresh: set[int] = set()

@@ -1,4 +1,7 @@
-"""Where a NaN or infinity began: the report of a step that was skipped."""
+"""Where a NaN or infinity began: the report of a step that was skipped.
+
+In: the verdict, and the largest value that each action made on each rank. Out: the verdict with its cause.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def taken(watched: list[Any]) -> tuple[list[Any], Tensor | None]:
 
 
 def describe(verdict: Verdict, owner: PostValidated, seen: Mapping[int, tuple[list[Action], Tensor | None]]) -> Verdict:
-    """The verdict with its cause, from what all ranks saw. Every rank calls it."""
+    """The verdict with its cause, from the values that all ranks saw. Every rank calls it."""
     own = [
         str(action)
         for actions, sizes in seen.values()

@@ -1,4 +1,7 @@
-"""One step of an optimizer, from when a rank takes it until its verdict is known and it is right."""
+"""One step of an optimizer, until its verdict is known and what ranks did too early is corrected.
+
+In: the gradients of a step and the hyperparameters. Out: parameters that all ranks have stepped alike, or not at all.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,7 @@ class PendingStep:
         owner.settled(verdict, rolled_back)
 
     def explained(self) -> Verdict:
-        """The verdict with its cause, which ranks tell each other beside what else their devices have to do."""
+        """The verdict with its cause. Ranks exchange what they saw on a stream beside other work of their devices."""
         assert self.verdict is not None, "judged before"
         with on_stream(self.stream):
             if self.begun is not None:
@@ -88,7 +91,8 @@ class PendingStep:
             return describe(self.verdict, self.owner, self.seen)
 
     def step_early(self, share: Share, leave_out: Tensor | None = None) -> None:
-        """Step as if nothing were to clip or to skip, with a way back; not if `leave_out`, on the device, is 1."""
+        """Step as if nothing were to clip or to skip, with a way back. The device leaves the step out if `leave_out`, a
+        tensor of its own, is 1."""
         owner = self.owner
         parameters = [owner.parameters[name] for name in share.names if self.gradients[name] is not None]
         self.ways[share.rank] = owner.way_back(share.rank, self.groups, parameters)
@@ -153,7 +157,7 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 @contextmanager
 def hyperparameters_set(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Iterator[None]:
-    """Meanwhile the optimizer's groups are as given: a scheduler may have changed them since."""
+    """Inside, the optimizer's groups are as given, even if a scheduler has changed them since."""
     now = [dict(group) for group in optimizer.param_groups]
     for group, then in zip(optimizer.param_groups, groups, strict=True):
         group.update(then)
@@ -166,7 +170,7 @@ def hyperparameters_set(optimizer: torch.optim.Optimizer, groups: list[dict[str,
 
 @contextmanager
 def gradients_set(optimizer: torch.optim.Optimizer, gradients: Mapping[int, Tensor | None]) -> Iterator[None]:
-    """Meanwhile the parameters have these gradients, by identity, and others none."""
+    """Inside, parameters have these gradients, given by the identity of the parameter, and all others have none."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.grad for p in parameters]
     for p in parameters:

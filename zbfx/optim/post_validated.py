@@ -215,7 +215,7 @@ class PostValidated(torch.optim.Optimizer):
         )
 
     def wait_and_step(self) -> None:
-        """The same with a barrier."""
+        """Wait for the state of all ranks, as a barrier does, and step."""
         assert self.pending is not None, "step has begun"
         state = self.empty_state()
         for share in self.shares:
@@ -239,7 +239,7 @@ class PostValidated(torch.optim.Optimizer):
             state.index_copy_(0, self.places[names], norms)
 
     def reduce(self, share: Share, partial: Tensor | None = None) -> Tensor:
-        """The state with what this rank knows, and does on it."""
+        """The state with this rank's norms, and with what the rank does because of them."""
         assert self.pending is not None, "step has begun"
         state = self.empty_state() if partial is None else partial
         self.count(share, state)
@@ -257,8 +257,8 @@ class PostValidated(torch.optim.Optimizer):
 
     @property
     def decides_on_device(self) -> bool:
-        """Whether early steps are left out by the device, which fused optimizers can, and not by this process, which
-        would wait for the gradients to read their norms."""
+        """Whether the device leaves out early steps that would be wrong, as fused optimizers let it. Otherwise this
+        process does, and has to wait for the gradients to read their norms."""
         fused = all(group.get("fused") for group in self.optimizer.param_groups)
         return fused and type(self.optimizer) in WITH_FUSED and len(self.layout.chain) > 1 and not self.sync
 
@@ -300,7 +300,7 @@ class PostValidated(torch.optim.Optimizer):
                 self.learn()
 
     def learn(self) -> None:
-        """The same within another call."""
+        """Settle within another call."""
         engine = self.target.engine
         for runner in engine.runners:
             runner.follow(self.pending, runner.watched)
@@ -314,15 +314,15 @@ class PostValidated(torch.optim.Optimizer):
         self.explain()
 
     def explain(self) -> None:
-        """Find where a skipped step went wrong. Ranks tell each other, and so begin no earlier than when all that the
-        devices of others may wait for is launched: not before the forwards that ran meanwhile are followed by the rest
-        of their step."""
+        """Find where a skipped step went wrong. Ranks wait for each other in this, and so it comes last: devices of
+        others may wait for all that this rank has yet to launch, the rest of a step whose forwards have run included.
+        """
         skipped, self.unexplained = self.unexplained, None
         if skipped is not None:
             self.verdict = self.target.guarded(skipped.explained)
 
     def settled(self, verdict: Verdict, rolled_back: bool) -> None:
-        """What follows from a verdict beside the parameters."""
+        """Take a verdict into account, once the parameters are corrected."""
         self.unexplained = self.pending if verdict.skipped else None
         self.verdict, self.pending = verdict, None
         self.counts.steps += 1
@@ -341,7 +341,7 @@ class PostValidated(torch.optim.Optimizer):
             self.zero = None
 
     def scale(self) -> float:
-        """What backwards start from, times the gradient of the loss."""
+        """The factor of the loss's gradient with which backwards start."""
         return 1.0 if self.grad_scaler is None else self.grad_scaler.get_scale()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -1,4 +1,7 @@
-"""Loss scaling over all ranks: `torch.amp.GradScaler`'s policy, applied to the verdict of the whole pipeline."""
+"""Loss scaling over all ranks: `torch.amp.GradScaler`'s policy, applied to the verdict of the whole pipeline.
+
+In: a user's scaler, whether a step overflowed on any rank. Out: the scaler with its next scale.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def checked_scaler(
 
 
 def state_of(scaler: object) -> object:
-    """What of a scaler is the same on all ranks."""
+    """What all ranks must agree on: the state of a scaler, or whatever else was passed."""
     return scaler.state_dict() if isinstance(scaler, torch.amp.GradScaler) else scaler
 
 

@@ -4,7 +4,9 @@
 
 A norm that is not known yet is 0. Sums run over the model's parameters, whoever holds them, and are rounded once: the
 norm depends neither on the placement nor on the number of ranks. What a rank did travels with the rest, so that all
-ranks conclude the same from the same numbers.
+ranks come to one verdict.
+
+In: gradient norms, and what each rank did. Out: a `Verdict`.
 """
 
 from __future__ import annotations
@@ -25,15 +27,14 @@ CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 class Act(IntEnum):
-    """What a rank did before the verdict: nothing; a step as if nothing were to clip or skip; what the whole state
-    says (the last rank of the chain)."""
+    """What a rank did before the verdict."""
 
-    WAITED = 0
-    STEPPED = 1
-    KNEW = 2
+    WAITED = 0  # nothing
+    STEPPED = 1  # a step, as if nothing were to clip or skip
+    KNEW = 2  # what the verdict asks for: the last rank of the chain has the whole state
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Layout:
     """The places of the state. A parameter that several ranks hold counts once, by the first of them in the chain."""
 
@@ -57,13 +58,13 @@ class Layout:
         return len(self.names) + rank
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What a step of the optimizer must do, on every rank.
 
-    `norm` is the norm of all gradients, `factor` what they are multiplied by, `nonfinite` the parameters whose
-    gradients are not finite, and `acts` what each rank did before it knew. `cause` says where something that is not
-    finite began.
+    `norm` is the norm of all gradients, `factor` the number that they are multiplied by, `nonfinite` the parameters
+    whose gradients are not finite, and `acts` what each rank did before the verdict. `cause` says where the first value
+    that is not finite was made.
     """
 
     norm: float
@@ -78,7 +79,7 @@ class Verdict:
         return not self.skipped and self.factor == 1.0
 
     def refutes(self, act: Act) -> bool:
-        """Whether a rank that did this must do something else instead."""
+        """Whether a rank that did this must correct it."""
         return (act is Act.STEPPED and not self.is_clean) or (act is Act.WAITED and not self.skipped)
 
     @property
@@ -91,7 +92,7 @@ class Verdict:
         return f"gradient norm {self.norm:.6g}, multiplied by {self.factor:.6g}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Rules:
     """What makes a step clip (`max_norm`, None: nothing) or skip (`check_finite`)."""
 
@@ -115,8 +116,8 @@ class Rules:
         return Verdict(norm, 1.0 if ratio >= 1.0 else ratio, self.check_finite and bool(bad), bad, acts)
 
     def is_clean(self, norms: Tensor) -> Tensor:
-        """1 where a step may go ahead, else 0, without reading the numbers: a float64 scalar. `judge` may differ in the
-        last bit of the norm; what the rank did travels with the state."""
+        """A float64 scalar, found on the device: 1 where a step may go ahead, else 0. The norm of `judge` may differ in
+        its last bit, and so may the verdict: the state says what the rank did."""
         clean = torch.ones((), dtype=torch.bool, device=norms.device)
         if self.max_norm is not None:
             clean &= self.max_norm / (norms.square().sum().sqrt() + CLIP_EPSILON) >= 1.0

@@ -1,4 +1,7 @@
-"""What an optimizer steps, under names that all ranks share: the parameters of the model, or with ZeRO-1 shards."""
+"""What an optimizer steps, under names that all ranks share: the parameters of the model, or with ZeRO-1 shards.
+
+In: a step. Out: `Trained`.
+"""
 
 from __future__ import annotations
 

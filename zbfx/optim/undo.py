@@ -1,4 +1,7 @@
-"""The exact way back: a copy of what a step of the optimizer is about to change."""
+"""The exact way back: a copy of what a step of the optimizer is about to change.
+
+In: an optimizer and its parameters, before a step. Out: both as they were, bit for bit, after it.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ def state_tensors(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]
 
 
 def available_bytes() -> float:
-    """Memory of the host that could be had; where the system does not say, all of it."""
+    """Free memory of the host; infinite where the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,6 +1,7 @@
-"""A phase as a function that owns its arguments: it takes them out of a list, and each dies at its last use.
+"""Phases as functions that own their arguments, so that each argument dies at its last use.
 
-Called with plain arguments, everything that a phase reads would live until it returns: the caller's frame holds it.
+In: a `Phase`. Out: a function of one list of arguments, which it empties. A plain call would keep all arguments alive
+until it returns, since the caller's frame holds them.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class TakesBox(CodeGen):
 
 
 def boxed(phase: Phase) -> Boxed:
-    """The phase's graph as a function of a list, which it empties. Its code is made at the first call: of the programs
-    that a search compares, one runs."""
+    """The phase's graph as a function of a list, which it empties. Its code is made at the first call, since only one
+    of the programs that a search compares will run."""
 
     @cache
     def forward() -> Boxed:
@@ -43,9 +44,8 @@ def boxed(phase: Phase) -> Boxed:
 
 
 class Compiler:
-    """Makes functions of phases: inductor's, if it `compiles`, or of their ops as they are. Each phase is compiled
-    once, at its first call, for the layouts of the tensors that it is called with; and again for others. Phases with
-    seeds run as they are: compiled code would hold one seed."""
+    """Makes functions of phases. If it `compiles`, inductor compiles a phase at its first call, and again for tensors
+    of other strides. Phases with random numbers run as they are, since compiled code would hold one seed."""
 
     def __init__(self, compiles: bool) -> None:
         self.compiles = compiles

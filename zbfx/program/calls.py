@@ -1,4 +1,7 @@
-"""The modules that a rank program calls: phases with what they read, and tensors that are bound at run time."""
+"""The modules that a rank program calls: phases, and tensors that are bound at run time.
+
+In: a `Phase`, with the names of the values that it takes and returns. Out: a module; the runtime binds its tensors.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,8 @@ class PartialSum(BoundTensor):
 
 
 class AddToGradient(nn.Module):
-    """Adds the stages' sums of a shared gradient into its accumulator, bound at run time (None: another rank of this
-    process does it)."""
+    """Adds the stages' sums of a shared gradient to `tensor`, bound at run time. None: another rank of this process
+    adds them."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -72,12 +75,12 @@ class Gradient(BoundTensor):
 
 
 class PhaseCall(nn.Module):
-    """A phase as the program calls it: with its static tensors bound, and with the values that only its own stage
-    reads later packed into one bundle per lifetime.
+    """A phase as the program calls it: its static tensors are bound, and values that only its own stage reads later are
+    packed into one bundle per lifetime.
 
-    `returned` lists what the call returns: names, and bundles (tuples of names). `arguments` lists, likewise, what it
-    is called with after the microbatch. `take` is the same call with its arguments in a list, which it empties: what
-    nobody else holds dies at its last use inside the phase.
+    `arguments` lists what the call takes after the microbatch, `returned` what it returns: names, and bundles (tuples
+    of names). `take` gets its arguments in a list and empties it: values that nobody else holds die at their last use
+    inside the phase.
     """
 
     def __init__(self, phase: Phase, arguments: Sequence[Item], returned: Sequence[Item]) -> None:

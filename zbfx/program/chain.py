@@ -1,16 +1,19 @@
-"""What goes along the chain of ranks: the loss in every program, and what an optimizer step without a barrier adds.
+"""The chain of ranks: along it go the loss, in every program, and the state of an optimizer step without a barrier.
 
-The loss goes from the rank that has it back along the chain (message `loss>1`: to rank 1) as soon as the plan says that
-it does not wait for anybody: a broadcast at the end of the step would be a barrier, where the next step's forwards can
-begin.
+In: a schedule and its messages. Out: `Chain`, and for each rank a `RankChain`, its part in the chain.
 
-Steps of an optimizer that waits for no barrier are validated (section 4 of the paper). After its last action a rank
-receives the gradient norms known so far (`state>2`), adds its own and passes them on along the chain, whose last rank
-knows all. Meanwhile every rank steps its optimizer. The full state comes back along the chain (`verdict>1`) while the
-forwards of the next step run: each rank looks at it after its *prefix*, the forwards before its first backward. If an
-early step was wrong, all ranks see so in the same numbers, correct it, and run the prefix again. Whatever is sent in a
-prefix and read after the reader's own prefix was made with wrong weights too: it is received and dropped before the
-prefix runs again.
+The loss goes back along the chain from the rank that computes it (message `loss>1`: to rank 1). Each rank passes it on
+where, by the plan, nobody has to wait for it. A broadcast at the end of the step would be a barrier, and keep the next
+step's forwards from beginning.
+
+An optimizer step without a barrier is validated (section 4 of the paper). After its last action a rank receives the
+gradient norms known so far (`state>2`), adds its own and passes them on. The last rank of the chain then knows all.
+Meanwhile every rank steps its optimizer.
+
+The full state, the *verdict*, comes back along the chain (`verdict>1`) while the forwards of the next step run. Each
+rank looks at it after its *prefix*, the forwards before its first backward. If an early step was wrong, all ranks see
+that in the same numbers, correct it, and run the prefix again. A message that a prefix sends may be read after the
+reader's own prefix. It was made with wrong weights too, and is received and dropped before the prefix runs again.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -29,6 +33,14 @@ from zbfx.program.messages import POST_AHEAD, Message, TensorLayout
 from zbfx.schedule.schedule import Schedule
 
 
+class Passed(Enum):
+    """What ranks pass along their chain. The value begins the key of its messages."""
+
+    LOSS = "loss"  # from the last rank back to the first
+    STATE = "state"  # from the first rank to the last
+    VERDICT = "verdict"  # the complete state, from the last rank back to the first
+
+
 class Neighbours(NamedTuple):
     """The ranks before and after a rank in the chain; None at its ends."""
 
@@ -36,11 +48,11 @@ class Neighbours(NamedTuple):
     after: int | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Chain:
-    """`ranks`: in the order in which the state passes; the loss arises on the last. Per rank: `loss_at`, before which
-    of its unfused actions it passes on the loss, and `prefix`, how many of them run before it looks at the verdict;
-    with no `state` there is none."""
+    """`ranks` are in the order in which the state passes; the last computes the loss. For each rank, `prefix` is how
+    many of its unfused actions run before it looks at the verdict, and `loss_at` how many before it passes on the loss.
+    `state` is None where no optimizer step is validated."""
 
     ranks: tuple[int, ...]
     prefix: tuple[int, ...]
@@ -53,10 +65,10 @@ class Chain:
         after = self.ranks[place + 1] if place + 1 < len(self.ranks) else None
         return Neighbours(self.ranks[place - 1] if place else None, after)
 
-    def message(self, kind: str, source: int, target: int) -> Message:
-        layout = self.loss if kind == "loss" else self.state
+    def message(self, passed: Passed, source: int, target: int) -> Message:
+        layout = self.loss if passed is Passed.LOSS else self.state
         assert layout is not None, "a chain that passes a state"
-        return Message(f"{kind}>{target}", None, None, source, target, (kind,), (layout,))
+        return Message(f"{passed.value}>{target}", None, None, source, target, (passed.value,), (layout,))
 
     @property
     def pairs(self) -> set[tuple[int, int]]:
@@ -66,7 +78,8 @@ class Chain:
 
 
 def order_of_ranks(schedule: Schedule, loss_rank: int) -> tuple[int, ...]:
-    """All ranks: those whose backwards begin last come first, and the rank of the loss, which begins, last."""
+    """All ranks. Those whose backwards begin last come first; the rank of the loss, whose backwards begin first, is
+    the last."""
     first_backward = [
         next((span.start_s for span in spans if span.action.kind is not Kind.F), 0.0) for spans in schedule.spans
     ]
@@ -110,8 +123,8 @@ def loss_layout(stages: Sequence[Stage]) -> TensorLayout:
 
 
 def prefixes(orders: Sequence[Sequence[Action]], messages: Sequence[Message]) -> tuple[int, ...]:
-    """How many forwards each rank runs before its first backward, cut so that what they read of other ranks is made in
-    the prefixes of those."""
+    """How many forwards each rank runs before its first backward. A prefix ends earlier, before a forward that reads
+    what another rank makes after its own prefix."""
     lengths = [next((k for k, a in enumerate(order) if a.kind is not Kind.F), len(order)) for order in orders]
     position = {action: (rank, k) for rank, order in enumerate(orders) for k, action in enumerate(order)}
     reads = [(position[m.producer], position[m.consumer]) for m in messages if m.producer and m.consumer]
@@ -130,9 +143,10 @@ def loss_positions(
     starts: Sequence[Sequence[float]],
     prefix: Sequence[int],
 ) -> tuple[int, ...]:
-    """Every rank passes the loss on before its first action that, in the plan, starts after the rank before it did so.
+    """How many actions each rank runs before it passes on the loss: those that, in the plan, start before the rank gets
+    it.
 
-    All waiting goes back in the plan's time, so the ranks cannot wait for each other in a circle.
+    A rank thus waits only for what starts earlier in the plan, so that ranks never wait for each other in a circle.
     """
     *others, last = ranks
     positions = {last: max((k + 1 for k, action in enumerate(orders[last]) if action.kind is Kind.F), default=0)}
@@ -146,10 +160,10 @@ def loss_positions(
 
 
 class RankChain:
-    """One rank's part in it: what comes from and goes to its neighbours, and when it posts its receives.
+    """One rank's part in the chain: what it gets from and sends to its neighbours, and when it posts its receives.
 
-    `incoming` are the rank's messages and the loss, each sender's in the order in which it sends them. `dropped` are
-    those that a prefix sends and that are read after this rank's own.
+    `incoming` are the rank's messages and the loss, those of one sender in the order in which it sends them. `dropped`
+    are the messages that a prefix sends and that this rank reads after its own prefix.
     """
 
     def __init__(self, chain: Chain, schedule: Schedule, incoming: Sequence[Message], rank: int) -> None:
@@ -161,7 +175,7 @@ class RankChain:
         self.early = {a for order, count in zip(orders, chain.prefix, strict=True) for a in order[:count]}
         self.dropped = tuple(m for m in incoming if m.producer in self.early and m.consumer not in self.early)
         self.incoming = list(incoming)
-        loss, _ = self.passed_on("loss")
+        loss, _ = self.passed_on(Passed.LOSS)
         if loss is not None:
             sent_at = {action: k + 1 for order in orders for k, action in enumerate(order)}
             place = next(
@@ -183,27 +197,27 @@ class RankChain:
         """Whether this rank looks at an optimizer step's verdict."""
         return self.chain.state is not None
 
-    def passed_on(self, kind: str) -> tuple[Message | None, Message | None]:
-        """The message that a rank gets from one neighbour, and the one that it sends to the other."""
-        source, target = (self.before, self.after) if kind == "state" else (self.after, self.before)
+    def passed_on(self, passed: Passed) -> tuple[Message | None, Message | None]:
+        """The message that this rank gets from one neighbour, and the one that it sends to the other."""
+        source, target = (self.before, self.after) if passed is Passed.STATE else (self.after, self.before)
         return (
-            None if source is None else self.chain.message(kind, source, self.rank),
-            None if target is None else self.chain.message(kind, self.rank, target),
+            None if source is None else self.chain.message(passed, source, self.rank),
+            None if target is None else self.chain.message(passed, self.rank, target),
         )
 
     def needed_at(self) -> dict[str, int]:
-        """Before which action these messages count as needed.
+        """Before which action a message counts as needed, by key, where its consumer does not say so.
 
-        What is dropped if the verdict says so is posted as soon as the verdict is known: a captured prefix ends when
-        all that it sent has arrived. From ranks that pass the verdict on to this one it comes before the verdict, which
-        those may send once their prefix has ended.
+        A message that a wrong verdict drops is posted as soon as the verdict is known, since a captured prefix ends
+        only when all that it sent has arrived. If its sender passes the verdict on to this rank, the message is posted
+        before the verdict: the sender's prefix must end before it passes anything on.
         """
         needed = {m.key: self.prefix + (0 if m.source in self.later else POST_AHEAD) for m in self.dropped}
         return needed | {m.key: self.loss_at for m in self.incoming if m.producer is None}
 
     def not_before(self) -> dict[str, int]:
-        """Before which action these messages may not be posted yet: what no prefix sends comes once, but a prefix may
-        run twice."""
+        """Before which action a message may be posted at the earliest, by key. A prefix may run twice, but messages
+        that no prefix sends come once: they are posted after this rank's prefix."""
         return {m.key: self.prefix for m in self.incoming if m.producer not in self.early}
 
     def released_after_verdict(self, message: Message) -> bool:

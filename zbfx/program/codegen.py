@@ -2,34 +2,23 @@
 
 For each action of the rank's order the program receives what other ranks made for it, calls the stage's phase, and
 sends what other ranks need. Receives are posted one action ahead, on each channel in the order in which the other side
-sends; what was sent is let go once the plan says that it has arrived. A value dies after its last use: fx writes that
-as `x = None` into the code, and the runtime does the same.
+sends. A sent message is let go once the plan says that it has arrived. A value dies after its last use: fx writes that
+as `x = None` into the code, and the runtime drops the value at the same node.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from torch import fx, nn
+from torch import fx
 
 from zbfx.graphs import Phase, Stage
 from zbfx.plan import Action, Kind, parts
-from zbfx.program import ops, streams
-from zbfx.program.calls import (
-    AddToGradient,
-    Gradient,
-    GradientBucket,
-    Item,
-    ParameterBucket,
-    PartialSum,
-    PhaseCall,
-    arguments_of,
-    bundles_of,
-    packing_of,
-)
+from zbfx.program import streams
+from zbfx.program.calls import Item, PhaseCall, arguments_of, bundles_of, packing_of
 from zbfx.program.chain import Chain, RankChain, chain_of, loss_layout, loss_rank, order_of_ranks
 from zbfx.program.messages import (
     Message,
@@ -39,19 +28,23 @@ from zbfx.program.messages import (
     release_positions,
     shared_gradients,
 )
+from zbfx.program.rank_graph import RankGraph
 from zbfx.program.reductions import Bucket, RankReductions
 from zbfx.program.relays import Relay
+from zbfx.program.shared_sums import SharedSums
 from zbfx.schedule.schedule import Schedule
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Program:
     """What one rank does in a step. `code` prints it; `messages` holds every message that the rank sends or receives,
     `buckets` what it sums over the replicas.
 
-    The module takes `transport` and one `Microbatch` per microbatch, and returns the losses of the microbatches, in
-    order, on the rank that computes them, and the loss of the batch on every rank. `verdict` are the first and the end
-    of the nodes that look at the last optimizer step, which come between the prefix and the rest; (0, 0): none do.
+    The module takes `transport` and one `Microbatch` per microbatch. It returns the losses of the microbatches, in
+    order, on the rank that computes them, and the loss of the batch on every rank.
+
+    Nodes `verdict[0]` to `verdict[1]`, exclusive, look at the last optimizer step; those before them are the prefix.
+    (0, 0): no node does.
     """
 
     rank: int
@@ -72,8 +65,8 @@ def generate(
     reductions: Sequence[RankReductions] = (),
     chain: Chain | None = None,
 ) -> tuple[Program, ...]:
-    """One program per rank of the schedule; with `reductions` (per rank), one that sums gradients over replicas; with
-    a `chain` that passes a state, one for steps whose optimizer waits for no barrier."""
+    """One program per rank of the schedule. `reductions`, one per rank, add sums of gradients over replicas; a `chain`
+    that passes a state makes programs for an optimizer that waits for no barrier."""
     messages = messages_of(stages, schedule)
     shared = shared_gradients(stages, schedule.costs.placement)
     if chain is None:
@@ -89,17 +82,13 @@ def generate(
 
 def optimizer_program(chain: Chain, schedule: Schedule, rank: int) -> Program:
     """What a rank does after its step: passes the state of all gradients on and steps its optimizer."""
-    graph, modules = fx.Graph(), dict[str, nn.Module]()
-    part = RankChain(chain, schedule, (), rank)
-    relay = Relay(graph, graph.placeholder("transport"), modules, part)
-    relay.optimizer_step()
-    graph.output(())
-    module = fx.GraphModule(modules, graph, f"Optimizer{rank}")
-    return Program(rank, module, {m.key: m for m in relay.messages}, part)
+    nodes, part = RankGraph(), RankChain(chain, schedule, (), rank)
+    Relay(nodes, part).optimizer_step()
+    return Program(rank, nodes.module(f"Optimizer{rank}"), nodes.messages, part)
 
 
 class RankProgram:
-    """Builds the graph of one rank: `nodes` maps (value or bundle, microbatch) to the node that holds it."""
+    """Builds the graph of one rank. `values` maps (value or bundle, microbatch) to the node that holds it."""
 
     def __init__(
         self,
@@ -111,71 +100,65 @@ class RankProgram:
         reductions: RankReductions | None,
         chain: Chain,
     ) -> None:
-        self.schedule = schedule
-        self.stages, self.rank, self.placement = stages, rank, schedule.costs.placement
+        self.stages, self.schedule, self.rank = stages, schedule, rank
         self.order = [part for action in schedule.ranks[rank] for part in parts(action)]
         self.beside = dict(schedule.beside)
         self.guests = {host: guest for guest, host in schedule.beside}
-        self.shared = [gradient for gradient in shared if rank in gradient.holders]
         self.outgoing = [m for m in messages if m.source == rank]
         self.incoming = [m for m in messages if m.target == rank]
-        self.reductions = reductions
-        self.graph = fx.Graph()
-        self.transport = self.graph.placeholder("transport")
-        self.microbatches = [self.graph.placeholder(f"microbatch_{k}") for k in range(schedule.microbatches)]
-        self.nodes: dict[tuple[Item, int], fx.Node] = {}
-        self.modules: dict[str, nn.Module] = {}
+        self.reductions = reductions or RankReductions(())
+        self.nodes = RankGraph()
+        self.microbatches = [self.nodes.graph.placeholder(f"microbatch_{k}") for k in range(schedule.microbatches)]
+        self.values: dict[tuple[Item, int], fx.Node] = {}
         self.part = RankChain(chain, schedule, self.incoming, rank)
-        self.relay = Relay(self.graph, self.transport, self.modules, self.part)
+        self.relay = Relay(self.nodes, self.part)
+        buckets = None if reductions is None else [bucket for bucket in reductions.buckets if bucket.shared]
+        self.shared_sums = SharedSums(self.nodes, shared, schedule.costs.placement, rank, buckets)
         self.verdict = (0, 0)
         self.batch_loss: tuple[fx.Node, ...] = ()
 
     def generate(self) -> Program:
+        nodes, reductions = self.nodes, self.reductions
         posts, releases = self.posts(), self.releases()
-        received, sent = by_action(self.incoming, "consumer"), by_action(self.outgoing, "producer")
-        reductions = self.reductions or RankReductions(())
+        sent = by_action((message.ends[0], message) for message in self.outgoing)
+        received = by_action((message.ends[1], message) for message in self.incoming)
         calls = reductions.calls(self.order, self.stages)
         starts, reads = reductions.starts(calls), reductions.reads(calls)
         for bucket in (bucket for position in sorted(reads) for bucket in reads[position]):
-            self.gather(bucket)
-        final: dict[Action, list[Bucket]] = defaultdict(list)  # after which action buckets are
-        whole = len(self.order) - reductions.trailing  # the calls before the Ws in parts, which let nothing go
+            nodes.gather(bucket)
+        final: dict[Action, list[Bucket]] = defaultdict(list)  # by the action that completes the gradients
+        whole = len(self.order) - reductions.trailing  # the calls before the Ws in pieces; no message is let go later
         for position, (action, phase) in enumerate(calls):
             self.look_at_verdict(position, posts)
             for message in releases[position] if position < whole else ():
-                self.graph.call_function(ops.release, (self.transport, message.key))
+                nodes.release(message)
             self.post(posts, position)
             self.pass_on_loss(position)
             joins = self.fork(self.guests[action]) if action in self.guests else ()
             for message in received[action]:
-                node = self.graph.call_function(ops.receive, (self.transport, message.key))
-                self.unpack(node, message.names, action.microbatch)
+                self.unpack(nodes.receive(message), message.names, action.microbatch)
             for bucket in reads.get(position, ()):
-                self.graph.call_function(ops.gathered, (self.transport, bucket.key))
+                nodes.gathered(bucket)
             if action not in self.beside:
                 self.compute(action, phase)
             for message in sent[action]:
-                values = tuple(self.nodes[name, action.microbatch] for name in message.names)
-                self.graph.call_function(ops.send, (self.transport, message.key, values))
+                nodes.send(message, [self.values[name, action.microbatch] for name in message.names])
             if joins:
-                self.graph.call_function(streams.join, joins)
+                nodes.graph.call_function(streams.join, joins)
             final[self.beside.get(action, action)] += starts.get(position, ())
             if action not in self.beside:
                 for bucket in final.pop(action, ()):
-                    self.reduce(bucket)
+                    nodes.reduce(bucket)
         end = len(self.order)
         self.look_at_verdict(end, posts)
         self.post(posts, end)
         self.pass_on_loss(end)
-        exchanged = self.exchange_shared_gradients()
+        self.shared_sums.add()
         for bucket in reductions.buckets:
             if not bucket.shared:
-                self.graph.call_function(ops.reduced, (self.transport, bucket.key))
-        self.graph.output((*self.losses(), *self.batch_loss))
-        self.graph.lint()
-        module = fx.GraphModule(self.modules, self.graph, f"Rank{self.rank}")
-        messages = (*self.incoming, *self.outgoing, *exchanged, *self.relay.messages)
-        return Program(self.rank, module, {m.key: m for m in messages}, self.part, reductions.buckets, self.verdict)
+                nodes.reduced(bucket)
+        module = nodes.module(f"Rank{self.rank}", [*self.losses(), *self.batch_loss])
+        return Program(self.rank, module, nodes.messages, self.part, reductions.buckets, self.verdict)
 
     def posts(self) -> dict[int, list[Message]]:
         return post_positions(self.part.incoming, self.order, self.part.needed_at(), self.part.not_before())
@@ -191,48 +174,37 @@ class RankProgram:
 
     def post(self, posts: dict[int, list[Message]], position: int) -> None:
         for message in posts.pop(position, ()):
-            self.graph.call_function(ops.post, (self.transport, message.key))
+            self.nodes.post(message)
 
     def look_at_verdict(self, position: int, posts: dict[int, list[Message]]) -> None:
-        """Before the action at the end of the prefix, where an optimizer step is validated."""
+        """At the end of the prefix, in programs that validate an optimizer step.
+
+        Messages that a wrong verdict drops are posted before the verdict is received, if their sender passes it on to
+        this rank: the sender may do so only once they have left.
+        """
         if self.part.validates and position == self.part.prefix:
             here = posts.get(position, ())
             for message in [m for m in here if m in self.part.dropped and m.source in self.part.later]:
-                self.graph.call_function(ops.post, (self.transport, message.key))
+                self.nodes.post(message)
                 posts[position].remove(message)
-            begin = len(self.graph.nodes)
+            begin = len(self.nodes)
             self.relay.verdict()
-            self.verdict = (begin, len(self.graph.nodes))
+            self.verdict = (begin, len(self.nodes))
 
     def pass_on_loss(self, position: int) -> None:
-        """Before the action that the plan says, once everything that comes before it on its channel is posted."""
-        if position == self.part.loss_at and not self.batch_loss:  # Ws in parts come after the last position too
+        """Before the action that the plan names, once all receives that come before the loss on its channel are
+        posted."""
+        if position == self.part.loss_at and not self.batch_loss:  # the calls of Ws in pieces go past the last position
             self.batch_loss = (self.relay.loss(self.losses()),)
 
     def losses(self) -> list[fx.Node]:
-        return [self.nodes["loss", k] for k in range(len(self.microbatches)) if ("loss", k) in self.nodes]
+        return [self.values["loss", k] for k in range(len(self.microbatches)) if ("loss", k) in self.values]
 
     def compute(self, action: Action, phase: Phase) -> None:
-        if phase.is_empty:
-            return
-        k = action.microbatch
-        module = self.call_of(phase)
-        args = (self.microbatches[k], *(self.nodes[item, k] for item in module.arguments))
-        call = self.graph.create_node("call_module", phase.name, args, name=f"{phase.name}_{k}")
-        call.meta["action"] = action
-        self.unpack(call, module.returned, k)
-
-    def reduce(self, bucket: Bucket) -> None:
-        """Start to sum a bucket over the replicas."""
-        name = f"gradients_{len(self.graph.find_nodes(op='call_function', target=ops.reduce))}"
-        self.modules[name] = GradientBucket(bucket)
-        self.graph.call_function(ops.reduce, (self.transport, bucket.key, self.graph.call_module(name)))
-
-    def gather(self, bucket: Bucket) -> None:
-        """Start to collect a bucket's parameters from the replicas."""
-        name = f"parameters_{len(self.graph.find_nodes(op='call_function', target=ops.gather))}"
-        self.modules[name] = ParameterBucket(bucket)
-        self.graph.call_function(ops.gather, (self.transport, bucket.key, self.graph.call_module(name)))
+        if not phase.is_empty:
+            call = self.call_of(phase)
+            node = self.call_phase(action, phase.name, call)
+            self.unpack(node, call.returned, action.microbatch)
 
     def fork(self, action: Action) -> tuple[fx.Node, ...]:
         """Start a W on the second stream; returns the arguments of its join."""
@@ -240,118 +212,40 @@ class RankProgram:
         if phase.is_empty:
             return ()
         call, name = self.call_of(phase), f"{phase.name}_beside"
-        self.modules.setdefault(name, streams.Beside(call))
+        self.nodes.modules.setdefault(name, streams.Beside(call))
+        started = self.call_phase(action, name, call)
+        return (started, *started.all_input_nodes)
+
+    def call_phase(self, action: Action, module: str, call: PhaseCall) -> fx.Node:
+        """A node that runs a phase for the action's microbatch, through the module of this name."""
         k = action.microbatch
-        args = (self.microbatches[k], *(self.nodes[item, k] for item in call.arguments))
-        started = self.graph.create_node("call_module", name, args, name=f"{phase.name}_{k}")
-        started.meta["action"] = action
-        return (started, *args)
+        args = (self.microbatches[k], *(self.values[item, k] for item in call.arguments))
+        node = self.nodes.graph.create_node("call_module", module, args, name=f"{call.phase.name}_{k}")
+        node.meta["action"] = action
+        return node
 
     def call_of(self, phase: Phase) -> PhaseCall:
         """The module that runs a phase, one for all microbatches."""
-        known = self.modules.get(phase.name)
+        known = self.nodes.modules.get(phase.name)
         if isinstance(known, PhaseCall):
             return known
         bundles = bundles_of(self.stages, phase.stage)
         call = PhaseCall(phase, arguments_of(phase, bundles), packing_of(phase, bundles[phase.kind]))
-        self.modules[phase.name] = call
+        self.nodes.modules[phase.name] = call
         return call
-
-    def exchange_shared_gradients(self) -> list[Message]:
-        """After the last action: every holder of a shared gradient gets each stage's sum, and adds them up.
-
-        Where there are replicas, the first holder alone does, sums over the replicas, and sends what comes out to the
-        others: one reduction, in the order of the parameters.
-        """
-        sums = self.sums_of_stages()
-        messages = self.send_sums(sums)
-        for index, gradient in enumerate(self.shared):
-            if self.adds_up(gradient, self.rank):
-                self.modules[f"add_{index}"] = AddToGradient(gradient.name)
-                self.graph.call_module(f"add_{index}", tuple(sums[gradient.name, stage] for stage in gradient.stages))
-        return messages if self.reductions is None else messages + self.reduce_shared_gradients(self.reductions)
-
-    def adds_up(self, gradient: SharedGradient, rank: int) -> bool:
-        return rank == gradient.holders[0] or self.reductions is None
-
-    def sums_of_stages(self) -> dict[tuple[str, int], fx.Node]:
-        sums: dict[tuple[str, int], fx.Node] = {}
-        for index, gradient in enumerate(self.shared):
-            for stage in gradient.stages:
-                if self.placement[stage] == self.rank:
-                    self.modules[f"sum_{index}_{stage}"] = PartialSum(gradient.name, stage)
-                    sums[gradient.name, stage] = self.graph.call_module(f"sum_{index}_{stage}")
-        return sums
-
-    def send_sums(self, sums: dict[tuple[str, int], fx.Node]) -> list[Message]:
-        """Send this rank's sums to those that add them up, and receive theirs into `sums`."""
-        messages = {
-            (gradient.name, stage, target): Message(
-                f"{gradient.name}:{stage}>{target}", None, None, source, target, (gradient.name,), (gradient.layout,)
-            )
-            for gradient in self.shared
-            for stage in gradient.stages
-            for source in [self.placement[stage]]
-            for target in gradient.holders
-            if target != source and self.rank in (source, target) and self.adds_up(gradient, target)
-        }
-        for message in messages.values():
-            if message.target == self.rank:
-                self.graph.call_function(ops.post, (self.transport, message.key))
-        for (name, stage, _), message in messages.items():
-            if message.source == self.rank:
-                self.graph.call_function(ops.send, (self.transport, message.key, (sums[name, stage],)))
-        for (name, stage, _), message in messages.items():
-            if message.target == self.rank:
-                sums[name, stage] = self.receive_one(message)
-        return list(messages.values())
-
-    def reduce_shared_gradients(self, reductions: RankReductions) -> list[Message]:
-        """Sum over the replicas what this rank has added up, and hand it to the other holders."""
-        own = {gradient.name: gradient for gradient in self.shared if gradient.holders[0] == self.rank}
-        messages = [
-            Message(f"{g.name}>{target}", None, None, g.holders[0], target, (g.name,), (g.layout,))
-            for g in self.shared
-            for target in g.holders[1:]
-            if self.rank in (g.holders[0], target)
-        ]
-        for message in messages:
-            if message.target == self.rank:
-                self.graph.call_function(ops.post, (self.transport, message.key))
-        buckets = [bucket for bucket in reductions.buckets if bucket.shared]
-        for bucket in buckets:
-            if bucket.key in own:
-                self.reduce(bucket)
-        for index, bucket in enumerate(buckets):
-            if bucket.key in own:
-                self.graph.call_function(ops.reduced, (self.transport, bucket.key))
-                for message in messages:
-                    if message.names == bucket.names and message.source == self.rank:
-                        self.modules[f"total_{index}"] = Gradient(bucket.key)
-                        total = self.graph.call_module(f"total_{index}")
-                        self.graph.call_function(ops.send, (self.transport, message.key, (total,)))
-        for index, message in enumerate(messages):
-            if message.target == self.rank:
-                self.modules[f"add_{len(self.shared) + index}"] = AddToGradient(message.names[0])
-                self.graph.call_module(f"add_{len(self.shared) + index}", (self.receive_one(message),))
-        return messages
-
-    def receive_one(self, message: Message) -> fx.Node:
-        received = self.graph.call_function(ops.receive, (self.transport, message.key))
-        return self.graph.call_function(operator.getitem, (received, 0))
 
     def unpack(self, node: fx.Node, items: Sequence[Item], microbatch: int) -> None:
         for index, item in enumerate(items):
             name = f"{item}_m{microbatch}" if isinstance(item, str) else f"{node.name}_for_{self.last_reader(item[0])}"
-            value = self.graph.create_node("call_function", operator.getitem, (node, index), name=name)
-            self.nodes[item, microbatch] = value
+            value = self.nodes.graph.create_node("call_function", operator.getitem, (node, index), name=name)
+            self.values[item, microbatch] = value
 
     def last_reader(self, name: str) -> Kind:
         return Kind.W if any(name in stage.phases[Kind.W].values for stage in self.stages) else Kind.B
 
 
-def by_action(messages: Sequence[Message], end: str) -> dict[Action, list[Message]]:
+def by_action(messages: Iterable[tuple[Action, Message]]) -> dict[Action, list[Message]]:
     grouped: dict[Action, list[Message]] = defaultdict(list)
-    for message in messages:
-        grouped[getattr(message, end)].append(message)
+    for action, message in messages:
+        grouped[action].append(message)
     return grouped

@@ -1,4 +1,7 @@
-"""What travels between ranks: messages between actions, and the gradients of parameters that ranks share."""
+"""What travels between ranks: messages between actions, and the gradients of parameters that ranks share.
+
+In: stages, a schedule. Out: `Message`s and `SharedGradient`s, and when a rank posts and releases its messages.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ POST_AHEAD = 1  # actions between posting a receive and waiting for it
 
 
 class TensorLayout(NamedTuple):
-    """How a tensor travels and arrives."""
+    """Shape, strides (in elements) and dtype of a tensor that travels."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Message:
     """Values that one action makes for a stage on another rank. `key` reads like `F0.3>1`: by F0.3, for stage 1."""
 
@@ -39,8 +42,15 @@ class Message:
     names: tuple[str, ...]
     layouts: tuple[TensorLayout, ...]
 
+    @property
+    def ends(self) -> tuple[Action, Action]:
+        """The producer and the consumer of a message between actions."""
+        assert self.producer is not None, "a message between actions"
+        assert self.consumer is not None, "a message between actions"
+        return self.producer, self.consumer
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class SharedGradient:
     """A parameter whose gradient comes from several stages, or that several ranks hold.
 
@@ -128,9 +138,9 @@ def post_positions(
     needed_at: Mapping[str, int],
     not_before: Mapping[str, int],
 ) -> dict[int, list[Message]]:
-    """Before which action each receive is posted: early enough for itself and for all that come after it on its
-    channel, whose messages arrive in the order of sending. `needed_at` stands in for the consumer's place in the order;
-    `not_before` is the first position allowed."""
+    """Before which action each receive is posted: early enough for itself, and for all later ones on its channel, since
+    a channel's messages arrive in the order of sending. By key, `needed_at` replaces the consumer's place in the order,
+    and `not_before` is the first position allowed."""
     places = {action: position for position, action in enumerate(order)}
     channels: dict[int, list[Message]] = defaultdict(list)
     for message in incoming:
@@ -164,9 +174,8 @@ def release_positions(outgoing: Sequence[Message], schedule: Schedule, rank: int
     positions = {action: position for position, action in enumerate(order)}
     releases: dict[int, list[Message]] = defaultdict(list)
     for message in outgoing:
-        assert message.producer is not None, "a message between actions"
-        assert message.consumer is not None, "a message between actions"
-        position = max(positions[message.producer] + 1, bisect_left(starts, start_s[message.consumer]))
+        producer, consumer = message.ends
+        position = max(positions[producer] + 1, bisect_left(starts, start_s[consumer]))
         if position < len(order):
             releases[position].append(message)
     return releases

@@ -1,6 +1,6 @@
 """The functions that rank programs call to exchange values, and the protocol of the transport behind them.
 
-Nothing here is global: programs get their transport as an argument.
+In: a `Transport`, which programs get as an argument, and the key of a message or of a bucket. Out: values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Transport(Protocol):
     """Moves messages between the ranks of a pipeline; `key` names a message of the rank's program, `name` the rank.
 
     Messages of one channel, from one rank to another, arrive in the order of sending, and in that order they must be
-    posted. `ready`: `receive`, or `release` of what was sent, need not wait. `sent`: what is not released yet.
+    posted. `ready(key)`: the message has come, or may be released without waiting. `sent` are the keys of messages that
+    are not released yet. `join` waits for all that is on its way, and returns the keys of what is posted.
     """
 
     @property

@@ -1,4 +1,8 @@
-"""What a rank sums over the replicas of its pipeline, in which portions, and when: buckets of gradients."""
+"""What a rank sums over the replicas of its pipeline, in which portions, and when.
+
+In: buckets of gradients and, where a W runs in pieces, the piece that makes each bucket. Out: the calls of a rank's
+program, and the call after which each sum starts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from zbfx.plan import Action, Kind
 from zbfx.program.messages import SharedGradient, TensorLayout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Bucket:
     """Gradients of one dtype that are summed over the replicas as one flat tensor. `shared`: of a parameter that
     several stages use; its sum over the stages comes first, after the last action."""
@@ -41,7 +45,7 @@ class Bucket:
         return sum(map(size_bytes, self.layouts))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RankReductions:
     """The buckets of one rank. The last `trailing` Ws of its order run in pieces, one bucket after the other, in the
     order of `buckets`; `pieces[stage]` are the parts of the stage's W that make the gradients of each bucket.
@@ -55,19 +59,19 @@ class RankReductions:
     exposed_s: float = 0.0
 
     def whole(self) -> RankReductions:
-        """The same buckets, with no W in pieces."""
+        """These buckets, with no W in pieces."""
         return RankReductions(self.buckets, shards=self.shards)
 
     def forward(self) -> RankReductions:
-        """For the forward alone: nothing to sum."""
+        """For a program of forwards alone: it collects shards, and sums nothing."""
         return RankReductions((), shards=self.shards)
 
     def sharded(self) -> RankReductions:
-        """The same with ZeRO-1."""
+        """These buckets with ZeRO-1: their parameters are collected from the replicas."""
         return replace(self, shards=self.buckets)
 
     def reads(self, calls: Sequence[tuple[Action, Phase]]) -> dict[int, list[Bucket]]:
-        """Before which call each bucket of shards must be there."""
+        """By position of the call, the shards that must be collected before it."""
         found: dict[int, list[Bucket]] = defaultdict(list)
         for bucket in self.shards:
             names = set(bucket.names)
@@ -87,7 +91,7 @@ class RankReductions:
         return calls
 
     def starts(self, calls: Sequence[tuple[Action, Phase]]) -> dict[int, list[Bucket]]:
-        """After which call each bucket's gradients are final; shared ones are not among them."""
+        """By position of the call, the buckets whose gradients are final after it. Shared ones are not among them."""
         last = {name: index for index, (_, phase) in enumerate(calls) for name in phase.gradients}
         found: dict[int, list[Bucket]] = defaultdict(list)
         for bucket in self.buckets:

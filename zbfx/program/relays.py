@@ -1,17 +1,18 @@
-"""The nodes that pass the optimizer's state, its verdict and the loss along the chain of ranks
-(`zbfx.program.chain`)."""
+"""The nodes of a rank's graph that pass values along the chain of ranks (`zbfx.program.chain`).
+
+In: a rank's graph, the rank's part in the chain. Out: nodes for the loss, the optimizer's state and its verdict, whose
+functions are bound at run time.
+"""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx, nn
 
-from zbfx.program import ops
-from zbfx.program.chain import RankChain
-from zbfx.program.messages import Message
+from zbfx.program.chain import Passed, RankChain
+from zbfx.program.rank_graph import RankGraph
 
 
 class Bound(nn.Module):
@@ -26,53 +27,43 @@ class Bound(nn.Module):
         return self.run(*args)
 
 
+class BatchLoss(Bound):
+    """Makes the loss of the batch from the losses of its microbatches."""
+
+
 class Relay:
-    """Adds nodes to a rank's graph, and their modules to `modules`; `messages` collects what travels."""
+    """Adds to a rank's graph what the rank does in the chain."""
 
-    def __init__(self, graph: fx.Graph, transport: fx.Node, modules: dict[str, nn.Module], part: RankChain) -> None:
-        self.graph, self.transport, self.modules, self.part = graph, transport, modules, part
-        self.messages: list[Message] = []
-
-    def call(self, name: str, *args: fx.Node) -> fx.Node:
-        self.modules[name] = Bound()
-        return self.graph.call_module(name, args)
-
-    def receive(self, message: Message) -> fx.Node:
-        self.messages.append(message)
-        received = self.graph.call_function(ops.receive, (self.transport, message.key))
-        return self.graph.call_function(operator.getitem, (received, 0))
-
-    def send(self, message: Message | None, value: fx.Node) -> None:
-        if message is not None:
-            self.messages.append(message)
-            self.graph.call_function(ops.send, (self.transport, message.key, (value,)))
-
-    def post(self, message: Message) -> None:
-        self.graph.call_function(ops.post, (self.transport, message.key))
+    def __init__(self, nodes: RankGraph, part: RankChain) -> None:
+        self.nodes, self.part = nodes, part
 
     def verdict(self) -> None:
         """Get the verdict, pass it on, and look at it."""
-        source, target = self.part.passed_on("verdict")
+        source, target = self.part.passed_on(Passed.VERDICT)
         if source is None:
-            verdict = self.call("own_verdict")
+            verdict = self.nodes.call("own_verdict", Bound())
         else:
-            self.post(source)
-            verdict = self.receive(source)
-        self.send(target, verdict)
-        self.call("judge", verdict)
+            self.nodes.post(source)
+            verdict = self.nodes.receive_one(source)
+        if target is not None:
+            self.nodes.send(target, [verdict])
+        self.nodes.call("judge", Bound(), [verdict])
 
     def loss(self, losses: Sequence[fx.Node]) -> fx.Node:
         """Make the loss where it arises, get it elsewhere, and pass it on."""
-        source, target = self.part.passed_on("loss")
-        loss = self.call("loss", *losses) if source is None else self.receive(source)
-        self.send(target, loss)
+        source, target = self.part.passed_on(Passed.LOSS)
+        loss = self.nodes.call("loss", BatchLoss(), losses) if source is None else self.nodes.receive_one(source)
+        if target is not None:
+            self.nodes.send(target, [loss])
         return loss
 
     def optimizer_step(self) -> None:
         """Add this rank's gradients to the state, pass it on, and step."""
-        source, target = self.part.passed_on("state")
+        source, target = self.part.passed_on(Passed.STATE)
         if source is not None:
-            self.post(source)
-        state = self.call("reduce", *(() if source is None else (self.receive(source),)))
-        self.send(target, state)
-        self.call("step", state)
+            self.nodes.post(source)
+        received = [] if source is None else [self.nodes.receive_one(source)]
+        state = self.nodes.call("reduce", Bound(), received)
+        if target is not None:
+            self.nodes.send(target, [state])
+        self.nodes.call("step", Bound(), [state])

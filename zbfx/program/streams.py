@@ -1,6 +1,7 @@
 """Calls on a second stream of the device: a phase that runs beside the actions after it, until it is joined.
 
-On a device without streams the call runs where it stands, and joining does nothing.
+In: the module of a phase. Out: a module that runs it on the second stream, and `join`, which waits for it. On a device
+without streams the call runs where it stands, and joining does nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import nn
 
 @cache
 def second_stream(device: torch.device) -> torch.cuda.Stream:
-    """A device's stream for what runs beside the rest, one for all: every stream that multiplies matrices keeps a
-    workspace of cuBLAS for good."""
+    """The one stream of a device on which calls run beside others. There is one for all, because every stream that
+    multiplies matrices keeps a workspace of cuBLAS for good."""
     return torch.cuda.Stream(device)
 
 
@@ -34,7 +35,7 @@ class Beside(nn.Module):
         return self.end()
 
     def end(self) -> torch.cuda.Event | None:
-        """All that `stream` has to do by now."""
+        """An event at the end of all that `stream` has been given so far."""
         return None if self.stream is None else self.stream.record_event()
 
 
@@ -51,7 +52,7 @@ def on_stream_of(module: nn.Module) -> Iterator[None]:
 
 
 def join(event: torch.cuda.Event | None, *values: Any) -> None:
-    """Wait, on the caller's stream, for a call beside it. Names the values that the call reads: they live until here,
-    because memory that is let go earlier would be given to others while the call still reads it."""
+    """Make the caller's stream wait for a call beside it. `values` are what the call reads: as arguments they live
+    until here, and nothing else gets their memory while the call still reads it."""
     if event is not None:
         torch.cuda.current_stream().wait_event(event)
