@@ -109,6 +109,7 @@ class Engines:
         self.chain = (ranks, state_size)
         before, self.first = self.first, self.build(self.validated(self.first.pipe))
         self.first.run_phases_as(before)
+        before.forget()
 
     def validated(self, pipe: Compiled) -> Compiled:
         return pipe if self.chain is None else pipe.validated(*self.chain)
