@@ -115,7 +115,7 @@ class Propagation:
         return rank, a, b, c
 
     def possible_times(self, cost: int, deadline_s: float = inf) -> PossibleTimes | None:
-        """The windows of all actions in schedules of at most `cost` ticks; None proves that there is no such schedule."""
+        """The windows of all actions in schedules of at most `cost` ticks. None: there are no such schedules."""
         m, p = self.pipe.microbatches, len(self.pipe.stages)
         earliest = np.full(3 * p * m + 1, UNREACHED, dtype=np.int64)
         latest = np.full(3 * p * m + 1, -UNREACHED, dtype=np.int64)
