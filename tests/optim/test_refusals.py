@@ -132,7 +132,7 @@ def test_gradients_are_cleared_when_the_verdict_is_known(pipe: tuple[Problem, zb
 def test_programs_show_what_travels(pipe: tuple[Problem, zbfx.Pipeline]) -> None:
     step = pipe[1].run_local()
     optimizer = PostValidated(adamw(step.parameters()), step)
-    sent = {rank: code.count("comm_send") for rank, code in optimizer.programs.items()}
+    sent = {rank: code.count("ops_send") for rank, code in optimizer.programs.items()}
     assert sent == {0: 1, 1: 0}
     assert "'state>1'" in optimizer.programs[1]
     first, last = (program.code for program in step.engine.pipe.programs)

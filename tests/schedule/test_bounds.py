@@ -105,21 +105,21 @@ def test_propagation_proves_what_the_closed_forms_leave_open() -> None:
     assert max(all_bounds(case.costs, case.microbatches, None).values()) < found.iteration_s
 
 
-def test_windows_hold_every_schedule_of_their_cost() -> None:
+def test_possible_times_hold_every_schedule_of_their_cost() -> None:
     problem = instance(UNEQUAL, 3)
     pipe = linear_pipeline(problem, None)
     assert pipe is not None
     found = plan(UNEQUAL, 3, budget_s=2)
     states = Propagation.of(pipe, 1000)
     assert states is not None
-    windows = states.windows(round(found.iteration_s))
-    assert windows is not None
-    assert states.windows(round(found.iteration_s) - 1) is None
+    times = states.possible_times(round(found.iteration_s))
+    assert times is not None
+    assert states.possible_times(round(found.iteration_s) - 1) is None
     for spans in found.spans:
         for span in spans:
             index = "FBW".index(str(span.action.kind)), span.action.stage, span.action.microbatch
-            assert windows.earliest[index] <= span.start_s
-            assert span.end_s <= windows.latest[index]
+            assert times.earliest[index] <= span.start_s
+            assert span.end_s <= times.latest[index]
 
 
 def test_a_fused_backward_that_saves_time_lowers_the_bound() -> None:

@@ -16,7 +16,7 @@ from time import perf_counter
 from zbfx.plan import CostTable, Number
 from zbfx.schedule.bounds.closed_form import head_tail_bound, occupancy_bound, one_rank_bound, stream_bound, work_bound
 from zbfx.schedule.bounds.linear import linear_pipeline, split_only
-from zbfx.schedule.bounds.propagation import Propagation, Windows, propagation_bound
+from zbfx.schedule.bounds.propagation import Propagation, propagation_bound
 from zbfx.timing.exact import instance
 
 
@@ -62,7 +62,3 @@ class Certificate:
             self._states = Propagation.of(self.pipe, cost)
         if self._states is not None:
             self.arguments["propagation"] = propagation_bound(self._states, self.ticks, cost, deadline_s)
-
-    def windows(self, cost_s: Fraction, deadline_s: float) -> Windows | None:
-        """When actions can run in schedules of at most this cost, where propagation knows."""
-        return None if self._states is None else self._states.windows(int(cost_s * self.ticks_per_s), deadline_s)

@@ -41,7 +41,7 @@ MOST_STATES = 1_500_000
 
 
 @dataclass(frozen=True)
-class Windows:
+class PossibleTimes:
     """Earliest starts and latest ends, indexed [kind, stage, microbatch]."""
 
     earliest: Ints
@@ -114,8 +114,8 @@ class Propagation:
         rank, a, b, c = np.concatenate(columns, axis=1)
         return rank, a, b, c
 
-    def windows(self, cost: int, deadline_s: float = inf) -> Windows | None:
-        """Windows of all actions in schedules that cost at most `cost` ticks; None proves that there are none."""
+    def possible_times(self, cost: int, deadline_s: float = inf) -> PossibleTimes | None:
+        """The windows of all actions in schedules of at most `cost` ticks. None: there are no such schedules."""
         m, p = self.pipe.microbatches, len(self.pipe.stages)
         earliest = np.full(3 * p * m + 1, UNREACHED, dtype=np.int64)
         latest = np.full(3 * p * m + 1, -UNREACHED, dtype=np.int64)
@@ -130,7 +130,7 @@ class Propagation:
                 return None
             settled = (early == known[0]).all() and (late == known[1]).all()
             if settled or perf_counter() > deadline_s:
-                return Windows(early.copy(), late.copy())
+                return PossibleTimes(early.copy(), late.copy())
 
     def _along_dependencies(self, early: Ints, late: Ints) -> None:
         """Step 1, in place, in an order of stages and kinds that reaches the fixed point in one sweep."""
@@ -208,11 +208,11 @@ def propagation_bound(states: Propagation, low: int, high: int, deadline_s: floa
     """
     if low >= high or perf_counter() > deadline_s:
         return low
-    if states.windows(high - 1, deadline_s) is None:
+    if states.possible_times(high - 1, deadline_s) is None:
         return high
     while high - low > 1 + low // 100_000 and perf_counter() < deadline_s:
         middle = (low + high) // 2
-        if states.windows(middle - 1, deadline_s) is None:
+        if states.possible_times(middle - 1, deadline_s) is None:
             low = middle
         else:
             high = middle

@@ -110,7 +110,7 @@ class Formulation:
 def formulate(forced: Precedence, bound_ticks: int, cost_ticks: int, limits: Sequence[int] | None) -> IntegerProgram:
     """The program for orders that cost from `bound_ticks` to `cost_ticks`. `limits`: memory units per rank.
 
-    Starts from the window's present order if that is such an order.
+    It starts from the window's present order, if that costs no more than `cost_ticks`.
     """
     model = Formulation(forced, bound_ticks, cost_ticks)
     window = forced.window
@@ -171,7 +171,7 @@ def add_cost(model: Formulation) -> None:
 
 
 def add_work(model: Formulation, rank: int, actions: Sequence[int]) -> None:
-    """Between the opening and an action lies all the work that comes before it; between it and the end, the rest."""
+    """All work before an action lies between the opening and the action, all work after it between it and the end."""
     window = model.window
     opening = min((model.forced.heads[action] for action in actions), default=0)
     tail = min((window.tails[action].get(rank, 0) for action in actions), default=0)

@@ -149,9 +149,9 @@ def select_by_time(found: Precedence) -> bool:
 
 
 def select_by_memory(found: Precedence, actions: Sequence[int], free_units: int) -> bool:
-    """Before an action that takes memory, order what must have released some and what must not yet have taken any.
+    """Before each action that takes memory, order what must release some first; after it, what would leave it no room.
 
-    False if the action does not fit even after all that may release memory before it.
+    False if an action does not fit even after all that may release memory before it.
     """
     grows = found.window.grows
     for b in actions:

@@ -20,11 +20,10 @@ from zbfx.schedule.integer.formulation import IntegerProgram, formulate, starts_
 from zbfx.schedule.integer.precedence import Precedence, forced_precedence
 from zbfx.schedule.integer.solver import Answer, SolverFailed, solve_with_any, solvers
 from zbfx.schedule.integer.window import TimedOrders, open_window
-from zbfx.schedule.search.fusing import unfuse
+from zbfx.schedule.search.fusing import evaluated, unfuse
 from zbfx.schedule.search.list_scheduling import Listed
 from zbfx.schedule.search.order_search import OrderSearch
 from zbfx.timing.exact import BW, B, Instance, W
-from zbfx.timing.longest_path import iteration_ticks, longest_paths, peak_units
 
 Solve = Callable[[IntegerProgram, float], Answer]
 
@@ -122,8 +121,8 @@ class Refinement:
             return answer.infeasible
         rows = forced.window.in_order(starts_of(forced, answer.values))
         orders = replaced(self.timed, first, last, rows)
-        cost = simulated_cost(self.problem, orders, self.limits)
-        if cost is None or cost >= self.cost_ticks:
+        listed = evaluated(self.problem, orders, self.limits)
+        if listed is None or listed.cost >= self.cost_ticks:
             self.failures += 1
             self.notes.append(
                 "integer program: the solver's order does not keep what its objective promises; not taken"
@@ -131,17 +130,8 @@ class Refinement:
             return False
         self.failures = 0
         self.take(TimedOrders.of(self.problem, orders))
-        self.notes.append(f"integer program: {self.problem.seconds(cost):g}")
+        self.notes.append(f"integer program: {self.problem.seconds(listed.cost):g}")
         return False
-
-
-def simulated_cost(problem: Instance, orders: Sequence[Sequence[int]], limits: Sequence[int] | None) -> int | None:
-    """The paper's cost in ticks, or None if the orders deadlock or do not fit."""
-    result = longest_paths(problem, orders)
-    fits = limits is None or all(
-        peak_units(problem, order) <= limit for order, limit in zip(orders, limits, strict=True)
-    )
-    return iteration_ticks(problem, orders, result.starts) if fits and result.complete else None
 
 
 def refine_search(search: OrderSearch, deadline_s: float) -> None:
@@ -153,8 +143,8 @@ def refine_search(search: OrderSearch, deadline_s: float) -> None:
         return
     problem = search.problem
     orders = tuple(tuple(unfuse(problem, order)) for order in search.best.orders)
-    apart = simulated_cost(problem, orders, search.units)
-    if apart is None or apart > search.cost:
+    apart = evaluated(problem, orders, search.units)
+    if apart is None or apart.cost > search.cost:
         orders = search.best.orders
     work = Refinement(problem, orders, search.units, search.target, deadline_s, search.seed)
     work.run()
@@ -199,17 +189,17 @@ def optimum(
     if answer.values is None:
         raise SolverFailed("the solver found nothing although it was given a solution")
     found = forced.window.in_order(starts_of(forced, answer.values))
-    simulated = simulated_cost(problem, found, limits)
-    if simulated is None or simulated > cost:
+    listed = evaluated(problem, found, limits)
+    if listed is None or listed.cost > cost:
         raise SolverFailed("the solver's order does not keep what its objective promises")
-    return Optimum(tuple(map(tuple, found)), simulated, answer.optimal, answer.seconds)
+    return Optimum(listed.orders, listed.cost, answer.optimal, answer.seconds)
 
 
 def decides(problem: Instance, orders: Sequence[Sequence[int]]) -> bool:
-    """Whether the best order of these actions, each rank beginning when it does, is the best of all schedules.
+    """Whether the best order of these actions is the best of all schedules, if each rank begins when it does.
 
-    It is if no backward is fused or better fused, and each rank begins with F0 of its first stage: that starts at one
-    time in all schedules.
+    It is if no backward is fused or better fused, and each rank begins with F0 of its first stage: in every schedule
+    that starts at the same time.
     """
     count, p, ticks = problem.stage_count, problem.rank_count, problem.ticks
     stages = range(count)
