@@ -14,11 +14,8 @@ from zbfx.arguments import finite_number, kind_of, true_or_false, whole_number
 from zbfx.errors import ZbfxError, listed
 from zbfx.passes.recompute import LEVELS, Level
 from zbfx.plan import CostTable
-from zbfx.schedule.orders.registry import is_searched
+from zbfx.schedule.orders.registry import ANY, SHAPES, V, is_searched
 from zbfx.schedule.schedule import Schedule
-
-V_SCHEDULES = ("zb-v", "zb-v-order", "v-half", "v-min")
-LINEAR_SCHEDULES = ("1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
 
 DEVICES = ("cpu", "cuda")
 FEW_BYTES = 1000.0  # less than any limit
@@ -122,7 +119,7 @@ class Options:
         is_fixed = isinstance(self.costs, CostTable) or self.cuts is not None or self.stages_per_rank is not None
         if self.schedule != "auto" or is_fixed or self.stages == 1:
             return (first,)
-        return (first, placement_of("zb-v", self.stages, None))
+        return (first, V.placement(self.stages, V.default))
 
 
 def checked_model(model: Any) -> nn.Module:
@@ -178,39 +175,22 @@ def checked_cuts(cuts: Any) -> tuple[str, ...] | None:
 
 
 def placement_of(schedule: Any, ranks: Any, stages_per_rank: Any) -> tuple[int, ...]:
-    """Stage -> rank: down and up again for the V schedules, looped for interleaved ones, one stage a rank otherwise."""
+    """Stage -> rank: that of the schedule, or what its name stands for. Raises `ZbfxError` where they do not fit."""
     ranks = whole_number("stages", ranks, "the number of pipeline ranks")
     if isinstance(schedule, Schedule):
         if schedule.costs.rank_count != ranks:
             raise ZbfxError(f"the schedule is for {schedule.costs.rank_count} ranks; found stages={ranks}")
         return schedule.costs.placement
-    if stages_per_rank is not None:
-        whole_number("stages_per_rank", stages_per_rank, "how many stages a rank holds")
-    if isinstance(schedule, str):
-        refuse_stages_per_rank(schedule, stages_per_rank)
-    if isinstance(schedule, str) and schedule in V_SCHEDULES:
-        return (*range(ranks), *reversed(range(ranks)))
-    if schedule == "interleaved-1f1b":
-        return tuple(range(ranks)) * (stages_per_rank or 2)
-    return tuple(range(ranks)) * (stages_per_rank or 1)
-
-
-def refuse_stages_per_rank(schedule: str, found: int | None) -> None:
-    """Schedules that have a placement of their own take no other number of stages a rank."""
-    if found is None:
-        return
-    wrong, holds = False, ""
-    if schedule in V_SCHEDULES:
-        wrong, holds = found != 2, "2 stages a rank, down the ranks and back up"
-    elif schedule in LINEAR_SCHEDULES:
-        wrong, holds = found != 1, "1 stage a rank"
-    elif schedule == "interleaved-1f1b":
-        wrong, holds = found < 2, "2 or more stages a rank"
-    if wrong:
+    shape = SHAPES.get(schedule, ANY) if isinstance(schedule, str) else ANY
+    if stages_per_rank is None:
+        return shape.placement(ranks, shape.default)
+    count = whole_number("stages_per_rank", stages_per_rank, "how many stages a rank holds")
+    if not shape.least <= count <= shape.most:
         raise ZbfxError(
-            f"schedule={schedule!r} has {holds}; found stages_per_rank={found}. Leave stages_per_rank out, or choose "
-            f"another schedule ('auto', 'ilp' and 'gpipe' take any)"
+            f"schedule={schedule!r} has {shape.holds}; found stages_per_rank={count}. Leave stages_per_rank out, or "
+            f"choose another schedule ('auto', 'ilp' and 'gpipe' take any)"
         )
+    return shape.placement(ranks, count)
 
 
 def check_limit(mem_limit: Any) -> None:

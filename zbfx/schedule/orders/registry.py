@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from zbfx.errors import ZbfxError
 from zbfx.plan import CostTable
@@ -34,6 +35,35 @@ class Searched:
     program_share: float = 0.5
     large_program_share: float = 0.1
     compares: bool = False
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The placements that a schedule is made for: stages a rank by default, at least, and at most. `folds`: they go
+    down the ranks and back up."""
+
+    holds: str  # in words
+    default: int = 1
+    least: int = 1
+    most: float = inf
+    folds: bool = False
+
+    def placement(self, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+        """Stage -> rank."""
+        return (*range(ranks), *reversed(range(ranks))) if self.folds else tuple(range(ranks)) * stages_per_rank
+
+
+ANY = Shape("any number of stages a rank")
+LINEAR = Shape("1 stage a rank", most=1)
+LOOPED = Shape("2 or more stages a rank", default=2, least=2)
+V = Shape("2 stages a rank, down the ranks and back up", default=2, least=2, most=2, folds=True)
+
+# By name; of all others, any.
+SHAPES = {
+    **dict.fromkeys(("1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p"), LINEAR),
+    **dict.fromkeys(("zb-v", "zb-v-order", "v-half", "v-min"), V),
+    "interleaved-1f1b": LOOPED,
+}
 
 
 def any_placement(name: str, costs: CostTable) -> None:
