@@ -65,7 +65,10 @@ PRIVATE_NAMES = "_torch"  # the room of all private names of torch
 PYTHONS = ("_exit", "_getframe", "_replace")  # names with an underscore that Python documents
 
 # Names that several modules may define, each with its reason.
-DEFINED_OFTEN: Mapping[str, str] = {"__all__": "what a package offers: each has its own"}
+DEFINED_OFTEN: Mapping[str, str] = {
+    "__all__": "what a package offers: each has its own",
+    "check": "both are public: zbfx.check a model, zbfx.schedule.check orders",
+}
 
 
 @dataclass(frozen=True)
