@@ -38,6 +38,8 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/trace/loss.py": ("node.op in ('placeholder', 'output')",),
         "zbfx/trace/tensor_parallel.py": ("node.op in ('placeholder', 'output')", "node.op == 'output'"),
         "zbfx/trace/tracer.py": ("node.op != 'placeholder'",),
+        "zbfx/verify/graph_rules.py": ("node.op == 'call_function'", "node.op == 'placeholder'"),
+        "zbfx/verify/program_rules.py": ("node.op == 'call_module'", "node.op == 'placeholder'"),
     },
     "torch: names in operators' schemas, in descriptors, and of entries of its dicts": {
         "passes/nodes.py": ("argument.name == 'dropout_p'",),

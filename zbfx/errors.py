@@ -48,6 +48,17 @@ class TraceError(ZbfxError):
     """The model or its loss cannot be traced, differentiated or cut: names the node and the user's source line."""
 
 
+class BrokenGraph(ZbfxError):
+    """A pass gave a graph that breaks a rule of `zbfx.verify`: names the pass (`after`), the rule and the place."""
+
+    def __init__(self, after: str, rule: str, invariant: str, where: object, expected: object, found: object) -> None:
+        super().__init__(
+            f"{after} gave a graph that breaks {rule} ({invariant.rstrip('.')}). {where}: expected {expected}; found "
+            f"{found}. If {after} is a pass of yours, mend it; else this is a fault of zbfx: please report the model"
+        )
+        self.after, self.rule = after, rule
+
+
 class InputError(ZbfxError):
     """`step` was called with inputs that do not match what `compile` saw. Raised before the first send."""
 

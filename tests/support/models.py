@@ -65,6 +65,16 @@ def mlp(microbatches: int, width: int = 8, layers: int = 6) -> Problem:
     return Problem(nn.Sequential(*blocks), mean_squares, (numbers(rows, width),), (numbers(rows, width, seed=2),))
 
 
+def mixed(microbatches: int) -> Problem:
+    """Three layers with a buffer that is written, dropout, and a frozen weight."""
+    torch.manual_seed(0)
+    norm, dropout = nn.BatchNorm1d(6), nn.Dropout(0.1)
+    model = nn.Sequential(nn.Linear(6, 6), norm, nn.Tanh(), nn.Linear(6, 6), dropout, nn.Tanh(), nn.Linear(6, 6))
+    model[0].weight.requires_grad_(False)
+    rows = ROWS * microbatches
+    return Problem(model, mean_squares, (numbers(rows, 6),), (numbers(rows, 6, seed=2),))
+
+
 class Mirrored(nn.Module):
     """Layers down and up again; each one's output skips to its mirror, over all stages between them."""
 

@@ -1,0 +1,314 @@
+"""The rules of what one rank does."""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from torch import fx, nn
+
+from zbfx.graphs import Phase
+from zbfx.plan import Action, Kind, parts
+from zbfx.program import ops
+from zbfx.program.calls import AddToGradient, GradientBucket, Item, PhaseCall
+from zbfx.program.codegen import Program
+from zbfx.program.messages import TensorLayout, layout_of
+from zbfx.program.streams import Beside, join
+from zbfx.schedule.schedule import Schedule
+from zbfx.verify.graph_rules import PHASES, crossing
+from zbfx.verify.problems import Problem, Problems, RuleTable, alike, each, equal, in_order, outputs_of
+
+INCOMING, OUTGOING = [ops.post, ops.receive], [ops.send, ops.release]
+SUMMED, COLLECTED = [ops.reduce, ops.reduced], [ops.gather, ops.gathered]
+
+
+def program_is_in_order(program: Program) -> Problems:
+    """Names differ, nodes come after what they read, and what they call is there."""
+    return in_order(f"rank {program.rank}", program.module.graph, "call_function", "call_module")
+
+
+def calls_are_actions(program: Program) -> Problems:
+    """A call of a phase is an action of its stage and kind, and no other call is one."""
+    for node in program.module.graph.find_nodes(op="call_module"):
+        module, action = called_by(node), node.meta.get("action")
+        expected = (module.phase.kind, module.phase.stage) if isinstance(module, PhaseCall) else None
+        yield from equal(f"the action of {node}", expected, action and (action.kind, action.stage))
+
+
+def called_by(node: fx.Node) -> nn.Module:
+    """The module that a node calls, on whatever stream."""
+    module = node.graph.owning_module.get_submodule(str(node.target))  # type: ignore[union-attr]
+    return module.call if isinstance(module, Beside) else module
+
+
+class CallNode(NamedTuple):
+    """A call of a phase; the node that ends it is a later one where the call runs beside others."""
+
+    node: fx.Node
+    start: int
+    end: int
+    module: PhaseCall
+    action: Action
+
+    @property
+    def phase(self) -> Phase:
+        return self.module.phase
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A program as its rules read it: the calls of its phases, which value or bundle of which microbatch a node holds,
+    and, by key and in order, what it does with messages and with buckets. `place` counts nodes."""
+
+    program: Program
+    place: Mapping[fx.Node, int]
+    calls: tuple[CallNode, ...]
+    holds: Mapping[Any, tuple[Item, int]]
+    messages: Mapping[str, list[fx.Node]]
+    buckets: Mapping[str, list[fx.Node]]
+    microbatches: tuple[fx.Node, ...]
+
+    @classmethod
+    def of(cls, program: Program) -> Flow:
+        place = {node: k for k, node in enumerate(program.module.graph.nodes)}
+        ends = {node.args[0]: k for node, k in place.items() if node.target is join}
+        calls, gives = list[CallNode](), dict[Any, tuple[tuple[Item, ...], int]]()
+        messages, buckets = defaultdict[str, list[fx.Node]](list), defaultdict[str, list[fx.Node]](list)
+        for node, k in place.items():
+            if node.op == "call_module" and isinstance(module := called_by(node), PhaseCall):
+                calls.append(CallNode(node, k, ends.get(node, k), module, node.meta["action"]))
+                gives[node] = module.returned, node.meta["action"].microbatch
+            elif node.target in SUMMED + COLLECTED:
+                buckets[str(node.args[1])].append(node)
+            elif node.target in INCOMING + OUTGOING:
+                messages[str(node.args[1])].append(node)
+                message = program.messages.get(str(node.args[1]))
+                if node.target is ops.receive and message and message.producer:
+                    gives[node] = message.names, message.producer.microbatch
+        entries = (node for node in place if node.target is operator.getitem and node.args[0] in gives)
+        holds = {node: held for node in entries for held in entry(*gives[node.args[0]], node.args[1])}
+        inputs = tuple(node for node in place if node.op == "placeholder")
+        return cls(program, place, tuple(calls), holds, messages, buckets, inputs[1:])
+
+
+def entry(items: tuple[Item, ...], microbatch: int, index: Any) -> list[tuple[Item, int]]:
+    """One of the values that a call or a message gives; none if it gives fewer."""
+    return [(item, microbatch) for item in items[index : index + 1]]
+
+
+def messages_are_the_ranks(flow: Flow) -> Problems:
+    """A program sends messages from its rank and receives messages to it: all that it knows, by their keys."""
+    yield from alike("the messages", flow.program.messages, flow.messages)
+    for key, message in flow.program.messages.items():
+        end = message.target if flow.messages[key][0].target in INCOMING else message.source
+        yield from equal(f"message {key}", (key, flow.program.rank), (message.key, end))
+        yield from equal(f"how many layouts {key} has", len(message.names), len(message.layouts))
+
+
+def messages_are_handled_once(flow: Flow) -> Problems:
+    """A message is posted, then received; or it is sent, then released, or left to the end of the step."""
+    for key, nodes in flow.messages.items():
+        if [node.target for node in nodes] not in (INCOMING, OUTGOING, OUTGOING[:1]):
+            found = ", ".join(node.target.__name__ for node in nodes)  # type: ignore[union-attr]
+            yield Problem(f"message {key}", "post, receive or send, release", found)
+
+
+def messages_hold_their_values(flow: Flow) -> Problems:
+    """What an action sends are the values that the message names, of its microbatch."""
+    for key, (node, *_) in flow.messages.items():
+        message = flow.program.messages[key]
+        if node.target is ops.send and message.producer:
+            expected = [(name, message.producer.microbatch) for name in message.names]
+            yield from equal(f"what {key} sends", expected, [flow.holds.get(value) for value in node.args[2]])  # type: ignore[union-attr]
+
+
+def messages_fit_their_phases(flow: Flow) -> Problems:
+    """What travels has the layout of what the phase makes that sends it, and of what the phase reads that gets it."""
+    ends = defaultdict[str, list[tuple[str, TensorLayout]]](list)
+    for phase in {call.phase.name: call.phase for call in flow.calls}.values():
+        for name, node in crossing(phase):
+            ends[name].append((phase.name, layout_of(node.meta["val"])))
+    for message in (message for message in flow.program.messages.values() if message.producer):
+        for name, layout in zip(message.names, message.layouts, strict=True):
+            yield from each(equal(f"{name} of {at} in message {message.key}", end, layout) for at, end in ends[name])
+
+
+def calls_pack_their_phase(flow: Flow) -> Problems:
+    """A call asks for all that its phase reads, and gives each result of its phase once, the loss included."""
+    for call in {call.phase.name: call for call in flow.calls}.values():
+        missing = set(call.phase.values) - set(unpacked(call.module.arguments))
+        yield from alike(f"what {call.phase.name} reads", missing, ())
+        yield from alike(f"what {call.phase.name} gives", results(call.phase), unpacked(call.module.returned))
+
+
+def unpacked(items: Iterable[Item]) -> Iterable[str]:
+    return each((item,) if isinstance(item, str) else item for item in items)
+
+
+def results(phase: Phase) -> tuple[str, ...]:
+    return (*phase.results, *(["loss"] if phase.has_loss else []))
+
+
+def calls_get_their_arguments(flow: Flow) -> Problems:
+    """A call gets its microbatch, and the values and bundles that its module asks for, of that microbatch."""
+    for call in flow.calls:
+        k = call.action.microbatch
+        expected = [flow.microbatches[k], *((item, k) for item in call.module.arguments)]
+        yield from equal(f"arguments of {call.node}", expected, [flow.holds.get(v, v) for v in call.node.args])
+
+
+def actions_come_in_turn(flow: Flow) -> Problems:
+    """Of a stage and a microbatch, F comes before B and B before W."""
+    last: dict[tuple[int, int], CallNode] = {}
+    for call in flow.calls:
+        before = last.get((call.action.stage, call.action.microbatch), call)
+        if before.end > call.start or PHASES.index(before.action.kind) > PHASES.index(call.action.kind):
+            yield Problem(call.node, f"a call before {before.node}", "one after it")
+        last[call.action.stage, call.action.microbatch] = call
+
+
+def microbatches_are_alike(flow: Flow) -> Problems:
+    """What is made of one microbatch is made of each, once: results, gradients, updates and the loss."""
+    phases, runs = {call.phase.name: call.phase for call in flow.calls}, [list[str]() for _ in flow.microbatches]
+    for call in flow.calls:
+        runs[call.action.microbatch].append(call.phase.name)
+    made = {  # by one microbatch of those that run the same phases
+        k: [
+            (phase.kind, phase.stage, name)
+            for phase in map(phases.__getitem__, run)
+            for name in (*results(phase), *phase.gradients, *phase.updates)
+        ]
+        for run, k in {tuple(sorted(run)): k for k, run in enumerate(runs)}.items()
+    }
+    everything = set(each(made.values()))
+    return each(alike(f"what is made of microbatch {k}", everything, found) for k, found in made.items())
+
+
+def calls_beside_are_joined(flow: Flow) -> Problems:
+    """A call beside others is joined once, by a node that keeps alive what the call reads."""
+    module = flow.program.module
+    beside = [c.node for c in flow.calls if isinstance(module.get_submodule(str(c.node.target)), Beside)]
+    found = [node.args for node in flow.place if node.target is join]
+    return alike("the joins", ((node, *node.args) for node in beside), found)
+
+
+def buckets_are_awaited(flow: Flow) -> Problems:
+    """A bucket's sum and its collection begin once and are awaited; each bucket of a stage's own is summed."""
+    for key, nodes in flow.buckets.items():
+        for pair in (SUMMED, COLLECTED):
+            found = [node.target for node in nodes if node.target in pair]
+            if found not in ([], pair):
+                names = [[f.__name__ for f in functions] for functions in (pair, found)]
+                yield Problem(key, *map(", ".join, names))
+    due = {bucket.key for bucket in flow.program.buckets if not bucket.shared}
+    yield from alike("the sums", {key for key in due if not nodes_that(flow, ops.reduce, key)}, ())
+
+
+def nodes_that(flow: Flow, function: object, key: str) -> list[fx.Node]:
+    return [node for node in flow.buckets.get(key, ()) if node.target is function]
+
+
+def buckets_are_whole(flow: Flow) -> Problems:
+    """A bucket is summed after all that adds to its gradients, and collected before a phase reads its parameters."""
+    last = {call.phase.name: call for call in flow.calls}
+    first = {call.phase.name: call for call in reversed(flow.calls)}
+    adds = [(name, call.end, call.node) for call in last.values() for name in call.phase.gradients]
+    adds += [
+        (module.name, k, node)
+        for node, k in flow.place.items()
+        if node.op == "call_module" and isinstance(module := called_by(node), AddToGradient)
+    ]
+    reads = [(name, call.start, call.node) for call in first.values() for name in call.phase.parameters]
+    for key in flow.buckets:
+        for begin in nodes_that(flow, ops.reduce, key):
+            late = (node for name, k, node in adds if name in names_in(begin) and k > flow.place[begin])
+            yield from alike(f"what adds to {key} after its sum", (), late)
+        for begin, end in zip(*(nodes_that(flow, function, key) for function in COLLECTED), strict=True):
+            early = (node for name, k, node in reads if name in names_in(begin) and k < flow.place[end])
+            yield from alike(f"what reads {key} before it is there", (), early)
+
+
+def names_in(node: fx.Node) -> tuple[str, ...]:
+    """What the bucket holds that a node begins to sum or to collect."""
+    module = called_by(node.args[2])  # type: ignore[arg-type]
+    assert isinstance(module, GradientBucket), "a bucket's tensor"
+    return module.bucket.names
+
+
+def verdict_ends_the_prefix(flow: Flow) -> Problems:
+    """Where an optimizer step is validated, all before its verdict are forwards, and no more than the prefix."""
+    begin, end = flow.program.verdict
+    early = [call for call in flow.calls if call.start < end]
+    yield from equal("the verdict", bool(flow.calls) and flow.program.chain.validates, end > 0)
+    yield from (
+        Problem(c.node, "an F before the verdict", c.action)
+        for c in early
+        if c.action.kind is not Kind.F or c.start > begin
+    )
+    yield from equal("the prefix", min(len(early), flow.program.chain.prefix), len(early))
+
+
+def losses_are_returned(flow: Flow) -> Problems:
+    """The rank that has the losses returns them in the order of microbatches, and each rank the loss of the batch."""
+    losses = [("loss", call.action.microbatch) for call in flow.calls if call.phase.has_loss]
+    found = [flow.holds.get(node, "loss") for node in outputs_of(flow.program.module.graph)]
+    return equal("what is returned", [*sorted(losses), *["loss"] * bool(flow.microbatches)], found)
+
+
+# Beside the schedule.
+
+
+def in_turn(schedule: Schedule, flow: Flow) -> list[CallNode]:
+    """The calls of whole phases that run one after the other."""
+    beside = {guest for guest, _ in schedule.beside}
+    return [call for call in flow.calls if call.phase.part is None and call.action not in beside]
+
+
+def actions_are_the_schedules(schedule: Schedule, flow: Flow) -> Problems:
+    """Actions come in the rank's order, but for Ws that run beside others and for the last ones where they are cut."""
+    order = [part for action in schedule.ranks[flow.program.rank] for part in parts(action)]
+    found = [call.action for call in in_turn(schedule, flow)]
+    known, whole = {call.action for call in flow.calls}, {*found}
+    yield from alike("the actions", known & {*order}, known)
+    for due, action in zip((action for action in order if action in whole), found, strict=True):
+        yield from equal(f"the order of rank {flow.program.rank}", due, action)
+
+
+def messages_are_released_as_planned(schedule: Schedule, flow: Flow) -> Problems:
+    """What is sent is released once its reader has started by the plan, if the rank has an action from then on."""
+    start_s = {part: span.start_s for spans in schedule.spans for span in spans for part in parts(span.action)}
+    calls = in_turn(schedule, flow)
+    starts = [start_s[call.action] for call in reversed(calls)]
+    first, last = ([*accumulate(starts, of)][::-1] for of in (min, max))  # start of what comes from each call on
+    for key, nodes in flow.messages.items():
+        consumer = flow.program.messages[key].consumer
+        after = bisect_right(calls, flow.place[nodes[-1]], key=lambda call: call.start)
+        if nodes[0].target is ops.send and consumer is not None and after < len(calls):
+            if len(nodes) == 2 and first[after] < start_s[consumer]:
+                yield Problem(f"the release of {key}", f"none before {consumer} starts", "one")
+            if len(nodes) == 1 and last[after] >= start_s[consumer]:
+                yield Problem(f"the release of {key}", f"one after {consumer} starts", "none")
+
+
+PROGRAM: RuleTable = (program_is_in_order, calls_are_actions)
+FLOW: RuleTable = (
+    messages_are_the_ranks,
+    messages_are_handled_once,
+    messages_hold_their_values,
+    messages_fit_their_phases,
+    calls_pack_their_phase,
+    calls_get_their_arguments,
+    actions_come_in_turn,
+    microbatches_are_alike,
+    calls_beside_are_joined,
+    buckets_are_awaited,
+    buckets_are_whole,
+    verdict_ends_the_prefix,
+    losses_are_returned,
+)
+ORDERED: RuleTable = (actions_are_the_schedules, messages_are_released_as_planned)
