@@ -348,7 +348,7 @@ def test_tensors_elsewhere_that_want_a_gradient_are_refused() -> None:
         replace(problem, model=Scaled()),
     ]
     for case in cases:
-        with pytest.raises(TraceError, match=r"requires a gradient is read at .*test_trace\.py:\d+, and would get"):
+        with pytest.raises(TraceError, match=r"requires a gradient is read at .*test_tracer\.py:\d+, and would get"):
             compiled(case, 2, 2)
     compiled(replace(problem, loss_fn=lambda output: squares(scale.detach() * output)), 2, 2)
 
