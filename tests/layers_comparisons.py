@@ -57,6 +57,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "self.device.type != 'cuda'",
             "self.device.type == 'cuda'",
         ),
+        "zbfx/comm/process_groups.py": ("device.type != 'cuda'",),
         "zbfx/costs/clock.py": ("device.type != 'cuda'", "device.type == 'cuda'"),
         "zbfx/costs/estimate.py": ("device.type == 'cpu'",),
         "zbfx/costs/links.py": ("device.type != 'cuda'", "device.type == 'cuda'"),
@@ -78,9 +79,6 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/runtime/timeline.py": ("self.device.type != 'cuda'", "self.device.type == 'cuda'"),
         "zbfx/selfcheck.py": ("pipe.device.type == 'cuda'",),
         "zbfx/trace/signature.py": ("tensor.device.type == 'cpu'", "device.type == 'cuda'"),
-    },
-    "torch.distributed: the backend of a process group": {
-        "zbfx/comm/channels.py": ("backend == 'gloo'", "self.backend == 'gloo'", "dist.get_backend(group) == 'gloo'"),
     },
     "Python: names of modules and methods, private names, instructions": {
         "passes/__init__.py": ("__name__ != 'zbfx.passes'",),
@@ -111,11 +109,13 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "f.filename.endswith('/module.py')",
         ),
     },
-    "identity: finds something by its own name in a mapping or set of names; nothing is chosen by what the name is": {
+    "identity: looks something up by its own name or key, whatever that is": {
         "passes/canonicalize.py": ("port.name in written",),
         "passes/partition.py": ("port.name == name", "owner.startswith(name + '.')"),
         "passes/positions.py": ("port.name in written",),
         "passes/recompute.py": ("port.name in names",),
+        "zbfx/costs/measure.py": ("(index, BESIDE) in pairs",),
+        "zbfx/program/codegen.py": ("('loss', k) in self.values",),
         "zbfx/runtime/engine.py": ("spec.name in read", "s.name in names"),
         "zbfx/runtime/loading.py": ("port.name in call.phase.updates",),
         "zbfx/runtime/runner.py": ("addition.name in self.adds",),

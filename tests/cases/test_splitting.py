@@ -149,7 +149,7 @@ def test_case_04_custom_function() -> None:
         assert count_ops(phases(pipe), target) == count_ops(phases(pipe, Kind.B), target) == 1  # once, whole, in B
         (note,) = (note for note in pipe.schedule.notes if "product_backward" in note)
         assert note.startswith("not split: zbfx_cases.product_backward.default")
-        assert "test_a.py:" in note
+        assert "test_splitting.py:" in note
 
 
 class Checkpointed(nn.Module):

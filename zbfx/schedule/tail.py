@@ -27,8 +27,8 @@ Timed = Sequence[tuple[Action, float, float]]  # unfused actions with their star
 
 @dataclass(frozen=True)
 class Portion:
-    """What the planner knows of a bucket. `weight_s[stage]`: its part of one W of a stage. `backward_stages`: stages
-    whose B adds to it. `reduce_s`: its sum over the replicas. `at_end`: the sum begins after the last action."""
+    """What the planner knows of a bucket. `weight_s[stage]`: its part of a W of the stage. `backward_stages`: the
+    stages whose B adds to it. `reduce_s`: its sum over the replicas. `at_end`: the sum begins after the last action."""
 
     weight_s: Mapping[int, float]
     backward_stages: frozenset[int]
