@@ -1,6 +1,6 @@
 """One job of `same_bits.py` under whichever zbfx is imported: models, each compiled and run in several ways.
 
-    python -m benchmarks.coverage.bits_runs FOLDER [--only NAME]
+    python -m benchmarks.coverage.bits_runs FOLDER [--only NAME] [--schedule NAME]
 
 Writes a file `MODEL/RUN.pt` into the folder for each run: tensors by what they are, or the error that ended the run.
 """
@@ -268,12 +268,15 @@ def quiet() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", help="the model to run")
+    parser.add_argument("--only", choices=MODELS, help="the model to run")
+    parser.add_argument("--schedule", choices=(*SCHEDULES, *OTHERS), help="how to run it")
     options = parser.parse_args()
     quiet()
     for model in [options.only] if options.only else MODELS:
         (options.folder / model).mkdir()
         for name, run in runs_of(model).items():
+            if options.schedule not in (None, name):
+                continue
             start = perf_counter()
             try:
                 found: Results | str = run(model)

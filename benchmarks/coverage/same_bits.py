@@ -29,14 +29,14 @@ ROOT = Path(__file__).resolve().parents[2]
 Results = Mapping[str, Tensor] | str  # or the error that ended the run
 
 
-def started(checkout: Path, folder: Path, only: str | None) -> subprocess.Popen[bytes]:
+def started(checkout: Path, folder: Path, chosen: Sequence[str]) -> subprocess.Popen[bytes]:
     """The job under the zbfx of a checkout, which writes its results into the folder."""
     library, results = folder / "library", folder / "results"
     library.mkdir(parents=True)
     results.mkdir()
     (library / "zbfx").symlink_to(checkout.resolve() / "zbfx")
     path = os.pathsep.join((str(library), str(ROOT)))
-    command = [sys.executable, "-m", "benchmarks.coverage.bits_runs", str(results), *(["--only", only] if only else [])]
+    command = [sys.executable, "-m", "benchmarks.coverage.bits_runs", str(results), *chosen]
     return subprocess.Popen(command, cwd=library, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
 
 
@@ -63,21 +63,24 @@ def compared(before: Results, after: Results) -> dict[str, Any]:
 
 
 def commit_of(checkout: Path) -> str:
-    """The commit that is checked out, marked if files differ from it."""
+    """The commit that is checked out, marked if files differ from it; "" outside of a repository."""
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, required=True, help="a checkout of this project")
     parser.add_argument("--after", type=Path, default=ROOT, help="another one; by default that of this file")
-    parser.add_argument("--only", help="the model to run")
+    parser.add_argument("--only", help="the model to run; by default all")
+    parser.add_argument("--schedule", help="the schedule, or other run, of `bits_runs.py`; by default all")
     options = parser.parse_args(arguments)
+    asked = {"--only": options.only, "--schedule": options.schedule}
+    chosen = [word for flag, name in asked.items() if name is not None for word in (flag, name)]
     checkouts, begun = {"before": options.before, "after": options.after}, perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         folders = {name: Path(temporary) / name for name in checkouts}
-        jobs = [started(checkout, folders[name], options.only) for name, checkout in checkouts.items()]
+        jobs = [started(checkout, folders[name], chosen) for name, checkout in checkouts.items()]
         try:
             codes = [job.wait() for job in jobs]
         finally:
