@@ -1,4 +1,4 @@
-# Two commands do everything: `make demo` runs the main job, `make test` runs the checks and the tests.
+# `make demo` runs the main job, `make test` the checks and all tests, `make quick` the tests that need no patience.
 # Both create the virtual environment and install into it when it is missing.
 
 PYTHON ?= python3
@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: demo test lint
+.PHONY: demo test quick lint
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -25,4 +25,9 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# While editing: neither other packages nor processes, and nothing that takes long.
+quick: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		-m "not (gpu or inductor or processes or slow or solver or transformers)"

@@ -48,6 +48,7 @@ def layers_per_stage(pipe: zbfx.Pipeline) -> list[int]:
     return [sum(name.endswith("weight") for name in stage.phases[zbfx.plan.Kind.F].parameters) for stage in pipe.stages]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("slower", "expected"), [(1.0, [6, 6]), (2.0, [4, 8]), (3.0, [4, 8])])
 def test_a_slower_rank_gets_fewer_layers(monkeypatch: pytest.MonkeyPatch, slower: float, expected: list[int]) -> None:
     """Rank 0 takes `slower` times as long for a layer. The layers that it gives away are counted at its speed: at 3.0,

@@ -1,7 +1,4 @@
-"""`compile` checks small pipelines by itself: what a trace baked in is refused by name, and nothing changes.
-
-Run: pytest tests/test_selfcheck.py (CPU, one process).
-"""
+"""`compile` checks small pipelines by itself: what a trace baked in is refused by name, and nothing changes."""
 
 from __future__ import annotations
 
@@ -54,6 +51,7 @@ def problem(model: nn.Module) -> Problem:
     return Problem(model, squares, (numbers(6, WIDTH),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Drifts, Rolls])
 @pytest.mark.parametrize("choice", ["auto", True])
 def test_python_value_that_changes_is_refused(model: type[nn.Module], choice: Any) -> None:
@@ -162,6 +160,7 @@ def test_wrong_split_is_refused() -> None:
         selfcheck.checked(wrong, pipe.source, "auto")
 
 
+@pytest.mark.slow
 def test_runs_where_it_is_small_and_there_is_data(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 

@@ -1,18 +1,18 @@
-"""The benchmark of compile times reports every step of `zbfx.compile`.
-
-Run: pytest tests/benchmarks/test_compile_time.py
-"""
+"""The benchmark of compile times reports every step of `zbfx.compile`."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.compiling.compile_time import CASES, STEPS, Case, compile_case, table
 from benchmarks.gpt import CONFIGS
 from benchmarks.report import append_row, environment
 
 
+@pytest.mark.slow
 def test_row_has_all_steps_and_says_where_it_was_measured(tmp_path: Path) -> None:
     row = compile_case(Case("350M", 2, 1, 2), "zb-h1") | environment()
     assert list(row["seconds"]) == list(STEPS)

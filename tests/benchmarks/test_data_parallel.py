@@ -1,7 +1,4 @@
-"""The benchmark of replicas, on a tiny model over gloo.
-
-Run: pytest tests/benchmarks/test_data_parallel.py (4 processes).
-"""
+"""The benchmark of replicas, on a tiny model over gloo."""
 
 from __future__ import annotations
 
@@ -32,6 +29,8 @@ def reference_loss(rows: int) -> float:
     return next_token_loss(model(ids), targets).item()
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_two_by_two_has_a_row_for_every_system(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "--"]

@@ -1,7 +1,4 @@
-"""The benchmark of optimizer steps, on a tiny model over gloo, with two processes.
-
-Run: pytest tests/benchmarks/test_optimizer_step.py.
-"""
+"""The benchmark of optimizer steps, on a tiny model over gloo, with two processes."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_every_mode_gives_a_row(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.planner.paper_fit import rate_of, zbv_settings
 
 
+@pytest.mark.slow
 def test_zb_h2_follows_from_1f1b_and_zb_h1() -> None:
     settings = list(islice(zbv_settings(), 3))
     assert [setting.name for setting in settings] == ["6.2B p=16 m=48", "6.2B p=16 m=64", "6.2B p=16 m=128"]

@@ -1,4 +1,4 @@
-"""What stages hold between F, B and W, by level of recomputation. Run: pytest tests/benchmarks/test_saved_bytes.py"""
+"""What stages hold between F, B and W, by level of recomputation."""
 
 from __future__ import annotations
 

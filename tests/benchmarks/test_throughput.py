@@ -1,7 +1,4 @@
-"""The throughput benchmark, on a tiny model over gloo.
-
-Run: pytest tests/benchmarks/test_throughput.py (2 processes, no GPU).
-"""
+"""The throughput benchmark, on a tiny model over gloo."""
 
 from __future__ import annotations
 
@@ -68,6 +65,7 @@ def reference_loss(b: int, m: int) -> float:
         return float(next_token_loss(model(ids), targets))
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_every_system_gives_a_row_and_the_same_loss(tmp_path: Path) -> None:
     schedules = ["GPipe", "1F1B", "ZB1P", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
@@ -100,6 +98,7 @@ def test_every_system_gives_a_row_and_the_same_loss(tmp_path: Path) -> None:
     assert "- m=4: zbfx" in page([Row(**r) for r in rows])
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_hang_is_recorded_and_the_next_case_runs(tmp_path: Path) -> None:
     script = tmp_path / "hang.py"

@@ -1,7 +1,4 @@
-"""Cases of section C: what crosses a stage boundary.
-
-Run: pytest tests/cases/test_boundaries.py (CPU, one process; collectives on a group that does nothing).
-"""
+"""What crosses a stage boundary."""
 
 from __future__ import annotations
 
@@ -54,6 +51,7 @@ def structured_loss(output: Any) -> Tensor:
     return squares(output["out"] if isinstance(output, dict) else output.out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["dict", "named", "data"])
 def test_case_32_none_dict_and_dataclass_outputs(form: str) -> None:
     pipe = check(Problem(Structured(form), structured_loss, (numbers(6, WIDTH),)), (1, 2))
@@ -73,6 +71,7 @@ class Skip(nn.Module):
         return last(y) + h
 
 
+@pytest.mark.slow
 def test_case_34_skip_connection() -> None:
     for count in (3, 4):
         pipe = check(
@@ -119,6 +118,7 @@ class Tied(nn.Module):
         return h @ self.tokens.weight.T
 
 
+@pytest.mark.slow
 def test_case_36_tied_weights_over_stages() -> None:
     problem = Problem(Tied(), token_loss, (ids(6, 3, vocabulary=8),), (ids(6, 3, vocabulary=8, seed=2),))
     pipe = check(problem, (2, 3))

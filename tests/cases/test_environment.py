@@ -1,7 +1,4 @@
-"""Cases of section H: compilers, checkpoints, solvers, packaging. (70 and 74: tests over processes.)
-
-Run: pytest tests/cases/test_environment.py (CPU, one process).
-"""
+"""Compilers, checkpoints, solvers, packaging. (Cases 70 and 74 run over processes.)"""
 
 from __future__ import annotations
 

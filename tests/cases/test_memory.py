@@ -1,7 +1,4 @@
-"""Cases of section F: memory.
-
-Run: pytest tests/cases/test_memory.py (CPU, one process; peaks to the byte: tests/memory/test_predict.py).
-"""
+"""Memory. Peaks to the byte are in tests/memory/test_predict.py."""
 
 from __future__ import annotations
 
@@ -25,6 +22,7 @@ def language_model() -> Problem:
     return Problem(model.to("meta"), token_loss, (tokens,), (tokens,))
 
 
+@pytest.mark.slow
 def test_case_60_limit_counts_what_a_rank_holds_all_the_time() -> None:
     """The first rank of a V holds embedding and head, weights and gradients: a limit below them is refused."""
     table_bytes = 2 * 8 * VOCABULARY * HIDDEN  # weight and gradient in float64
@@ -59,6 +57,7 @@ def test_case_61_terms_of_memory_by_hand() -> None:
         assert held[0] > 0 > held[2]
 
 
+@pytest.mark.slow
 def test_case_62_nothing_grows_over_steps() -> None:
     """Twenty steps whose losses are kept, without the garbage collector: one scalar a step is added."""
     problem = Problem(layers(3), squares, (numbers(6, WIDTH),))

@@ -1,7 +1,4 @@
-"""Cases of section D: microbatches and loss.
-
-Run: pytest tests/cases/test_microbatches.py (CPU; one launch of two processes).
-"""
+"""Microbatches and loss."""
 
 from __future__ import annotations
 
@@ -116,6 +113,7 @@ def test_case_43_shapes_that_change_between_steps() -> None:
         step(numbers(4, 4, WIDTH))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-2p"])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_case_44_any_number_of_microbatches(stages: int, schedule: str) -> None:
@@ -191,6 +189,7 @@ class Routed(nn.Module):
         return self.layers["third"](h), balance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b"])
 def test_case_48_auxiliary_loss_in_a_middle_stage(schedule: str) -> None:
     def loss_fn(output: tuple[Tensor, Tensor]) -> Tensor:
@@ -232,6 +231,7 @@ def test_case_50_microbatch_that_is_not_finite() -> None:
         assert all(torch.isfinite(p.grad).all() for p in problem.model.parameters() if p.grad is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["zb-v", "zb-h1"])
 def test_case_51_loss_is_returned_wherever_it_arises(schedule: str) -> None:
     """For a V the last stage is on rank 0. Over processes see tests/processes/test_processes.py: every rank returns the

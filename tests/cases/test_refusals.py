@@ -1,7 +1,4 @@
-"""Every kind of refusal says what was found, where (file and line, node or name), and what to change.
-
-Run: pytest tests/cases/test_refusals.py (CPU, one process).
-"""
+"""Every kind of refusal says what was found, where (file and line, node or name), and what to change."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Cases of section E: schedules and communication. (55 needs GPUs.)
-
-Run: pytest tests/cases/test_schedules.py (CPU, one process; 57 runs in tests/processes/test_processes.py).
-"""
+"""Schedules and communication. (Case 55 needs GPUs; 57 is in tests/processes/test_processes.py.)"""
 
 from __future__ import annotations
 
@@ -40,6 +37,7 @@ def actions_in(channels: dict[int, list[str]]) -> dict[int, list[str]]:
     return {source: [key for key in keys if not key.startswith("loss")] for source, keys in channels.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "auto"])
 def test_case_54_nothing_waits_for_a_value_of_another_action(schedule: str) -> None:
     """Every receive stands right before the action that reads it; each channel is posted in the order of sending, and
@@ -73,6 +71,7 @@ def test_case_54_nothing_waits_for_a_value_of_another_action(schedule: str) -> N
         assert sum(map(len, received.values())) > 0
 
 
+@pytest.mark.slow
 def test_case_58_schedule_owns_the_placement() -> None:
     problem = Problem(layers(4), squares, (numbers(6, WIDTH),))
     assert compiled(problem, 2, 3, schedule="zb-v").schedule.costs.placement == (0, 1, 1, 0)

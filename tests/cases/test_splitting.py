@@ -1,7 +1,4 @@
-"""Cases of section A: splitting the backward into B and W.
-
-Run: pytest tests/cases/test_splitting.py (CPU, one process).
-"""
+"""Splitting the backward into B and W."""
 
 from __future__ import annotations
 
@@ -47,6 +44,7 @@ class Reused(nn.Module):
         return self.layers["shared"](torch.tanh(self.layers["other"](h))) + h
 
 
+@pytest.mark.slow
 def test_case_01_same_weight_twice() -> None:
     check(of(lambda self, x: x @ self.a @ self.a))
     check(of(three_times))
@@ -213,6 +211,7 @@ def late(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return torch.tanh(torch.tanh(x @ self.a) @ self.b) @ self.c + y
 
 
+@pytest.mark.slow
 def test_case_07_input_not_used_or_used_later_only() -> None:
     y = numbers(6, WIDTH, seed=3)
     check(of(lambda self, x, y: torch.tanh(x @ self.a) @ self.b, y))

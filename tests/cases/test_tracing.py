@@ -1,7 +1,4 @@
-"""Cases of section B: frontend and tracing.
-
-Run: pytest tests/cases/test_tracing.py (CPU, one process).
-"""
+"""Frontend and tracing."""
 
 from __future__ import annotations
 
@@ -54,6 +51,7 @@ def rotary_loss(output: dict[str, Any], targets: Tensor) -> Tensor:
     return token_loss(output["logits"], targets)
 
 
+@pytest.mark.transformers
 def test_case_19_decoder_with_rotary_embedding() -> None:
     tokens, positions = ids(6, 5, vocabulary=16), torch.arange(5).expand(6, 5).contiguous()
     problem = Problem(Rotary(), rotary_loss, (tokens,), (tokens,), {"position_ids": positions})
@@ -135,6 +133,7 @@ def test_case_20_tensor_in_a_list_that_the_model_writes_is_refused() -> None:
     assert line_of(Listed.forward, "self.kept[0] += 1") in message
 
 
+@pytest.mark.slow
 def test_case_21_buffers_keep_names_and_persistence() -> None:
     model = Frequencies()
     model.register_buffer("kept", torch.ones(2))
@@ -327,6 +326,7 @@ class DrawnMask(nn.Module):
         return F.dropout(self.weight * x, 0.5).sum()
 
 
+@pytest.mark.slow
 def test_case_28_randomness_in_forward_and_recompute() -> None:
     stored, again = (Problem(Recomputed(recompute), squares, (numbers(6, WIDTH),)) for recompute in (False, True))
     expected = stepped(stored, compiled(stored, 1, 3, schedule="gpipe"), seed=5)
@@ -365,6 +365,7 @@ class Histogram(nn.Module):
         return torch.tanh(h) * self.count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2])
 def test_case_29_writes_happen_once(stages: int) -> None:
     problem, stored = (Problem(Histogram(recompute), squares, (numbers(6, WIDTH),)) for recompute in (True, False))

@@ -1,7 +1,4 @@
-"""Ranks that make different calls hear of it soon, ranks that are slow do not.
-
-Run: pytest tests/comm/test_history.py (CPU; three launches of three processes, see tests/support/other_calls.py).
-"""
+"""Ranks that make different calls hear of it, on two ranks of one process; tests/processes has real ones."""
 
 from __future__ import annotations
 
@@ -15,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch.distributed as dist
 
-from tests.processes.test_processes import Results, launch
-from tests.support.other_calls import COMPARE_S
 from zbfx.comm import history
 from zbfx.comm.history import CLOSE, KEPT, History
 
@@ -27,8 +22,6 @@ ALIKE = (
     "ranks made different calls, but every rank makes the same calls in the same order, compile and evaluate among "
     "them, with batches of the same shapes; found for call"
 )
-SOON_S = COMPARE_S + 4.0  # on busy cores
-WHOLE, SMALL = ("inputs[0] (6, 8), targets[0] (6, 8)", "inputs[0] (3, 8), targets[0] (3, 8)")
 
 
 class Ranks:
@@ -93,6 +86,7 @@ def test_a_difference_some_calls_ago_is_found(two: Ranks) -> None:
     assert two.reasons == [f"{ALIKE} 2 of this pipeline rank 0: step; rank 1: evaluate"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_ahead_or_has_a_batch_unknown_or_refused_does_not_differ(two: Ranks) -> None:
     first, other = two.ranks
     for size in (1, 2):
@@ -195,95 +189,3 @@ def test_a_closed_history_says_nothing(two: Ranks) -> None:
     for rank in two.ranks:
         rank.close()
     assert not two.said.wait(0.5)
-
-
-@pytest.fixture(scope="module")
-def other_calls(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return launch(3, "other-calls", tmp_path_factory.mktemp("calls"), {0, 1, 2}, module="tests.support.other_calls")
-
-
-@pytest.mark.parametrize(
-    ("case", "number", "rank", "own", "others"),
-    [
-        ("step, evaluate", 3, 1, f"evaluate with {WHOLE}", f"step 2 with {WHOLE}"),
-        ("evaluate, step", 3, 1, f"step 2 with {WHOLE}", f"evaluate with {WHOLE}"),
-        ("new shapes", 3, 2, f"step 2 with {SMALL}", f"step 2 with {WHOLE}"),
-        ("known shapes", 4, 2, f"step 3 with {WHOLE}", f"step 3 with {SMALL}"),
-        ("one step fewer", 3, 0, CLOSE, f"step 2 with {WHOLE}"),
-        ("one step fewer, late", 3, 0, CLOSE, f"step 2 with {WHOLE}"),
-        ("profile", 3, 0, "profile", f"step 2 with {WHOLE}"),
-        ("optimizer", 5, 1, f"step 3 with {WHOLE}", "optimizer.step"),
-    ],
-)
-def test_every_rank_hears_what_each_called(
-    other_calls: Results, case: str, number: int, rank: int, own: str, others: str
-) -> None:
-    found = [other_calls[k][case] for k in range(3) if k != 0 or not case.startswith("one step fewer")]
-    possible = [
-        f"{ALIKE} {number} of this pipeline " + "; ".join(sorted((f"rank {rank}: {own}", f"rank {other}: {others}")))
-        for other in range(3)
-        if other != rank
-    ]
-    assert found[0]["text"] in possible
-    assert {(error["type"], error["text"]) for error in found} == {("PipelineFault", found[0]["text"])}
-    assert max(error["seconds"] for error in found) < SOON_S
-
-
-def test_a_rank_that_closes_its_step_goes_on(other_calls: Results) -> None:
-    assert other_calls[0]["one step fewer"]["type"] is None
-    assert other_calls[0]["one step fewer, late"]["type"] is None
-
-
-def test_the_first_call_of_a_kind_is_compared_at_once(other_calls: Results) -> None:
-    for found in other_calls.values():
-        assert found["first"]["type"] == "PipelineFault"
-        assert found["first"]["text"] == (
-            "ranks made different calls, but every rank makes the same calls in the same order, compile and evaluate "
-            "among them; found rank 0: call 1, step 1, rank 1: call 1, evaluate, rank 2: call 1, step 1"
-        )
-        assert found["first"]["seconds"] < SOON_S
-
-
-def test_a_step_after_other_calls_says_so(other_calls: Results) -> None:
-    for found in other_calls.values():
-        assert "has failed before" in found["after"]["text"]
-        assert f"{ALIKE} 3 of this pipeline" in found["after"]["text"]
-
-
-def test_ranks_that_call_the_same_with_other_numbers_hear_of_it(tmp_path_factory: pytest.TempPathFactory) -> None:
-    found = launch(
-        3, "other-arguments", tmp_path_factory.mktemp("arguments"), {0, 1, 2}, module="tests.support.other_calls"
-    )
-    state = "'growth_factor': 2.0, 'backoff_factor': 0.5, 'growth_interval': 2000, '_growth_tracker': 0}"
-    at_once = {
-        "seed": "bind: all ranks pass the same arguments; found seed is 3 on rank 0, 4 on rank 1",
-        "max_norm": "PostValidated: all ranks pass the same arguments; found max_norm is 1.0 on rank 0, 2.0 on rank 2",
-        "max_norm of one": "PostValidated: all ranks pass the same arguments; found max_norm is None on rank 0, 1.0 on "
-        "rank 1",
-        "grad_scaler": "PostValidated: all ranks pass the same arguments; found grad_scaler is "
-        f"{{'scale': 1.0, {state} on rank 0, {{'scale': 2.0, {state} on rank 1",
-    }
-    for rank, results in found.items():
-        for case, text in at_once.items():
-            assert (results[case]["type"], results[case]["text"]) == ("ZbfxError", text)
-        wrong = "PostValidated wraps an optimizer of torch; found Step"
-        assert results["wrong on one"]["text"] == (wrong if rank == 1 else f"rank 1: {wrong}")
-        assert results["loss"] == found[0]["loss"] > 0.0
-        first = "found rank 0: call 1, step 1, rank 1: call 1, step 8, rank 2: call 1, step 1"
-        assert results["count"]["text"].endswith(first)
-        assert results["count, later"]["type"] == results["divide_by"]["type"] == "PipelineFault"
-        for k in ("count, later", "divide_by"):
-            assert results[k]["seconds"] < SOON_S
-        assert f"{ALIKE} 3 of this pipeline" in results["count, later"]["text"]
-        assert f"rank 2: step 8 with {WHOLE}" in results["count, later"]["text"]
-        assert f"step 2 with {WHOLE}" in results["count, later"]["text"]
-        assert "rank 0: optimizer.step of gradients divided by 2.0; rank " in results["divide_by"]["text"]
-        assert results["divide_by"]["text"].endswith(": optimizer.step")
-
-
-def test_slow_ranks_that_make_the_same_calls_do_not_differ(tmp_path_factory: pytest.TempPathFactory) -> None:
-    found = launch(3, "slow-ranks", tmp_path_factory.mktemp("slow"), {0, 1, 2}, module="tests.support.other_calls")
-    for rank in range(3):
-        assert found[rank]["refused"]["type"] == "InputError"
-        assert found[rank]["losses"] == [found[0]["losses"][0]] * 5
-        assert found[rank]["told"] == 8  # each of its calls but the refused one was compared

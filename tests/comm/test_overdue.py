@@ -63,6 +63,7 @@ def test_a_device_that_waits_for_too_long() -> None:
     assert re.fullmatch(expected, found.reasons[0])
 
 
+@pytest.mark.slow
 def test_many_steps_may_be_queued() -> None:
     """The timeout counts from when the device got through the step before, not from when a step was queued."""
     found = Watched(2.0)
@@ -113,6 +114,7 @@ def test_a_process_that_failed_goes_on_if_its_device_does() -> None:
     assert not found.said.wait(0.6)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("output", ["open", "closed"])
 def test_the_process_ends(output: str) -> None:
     before = "print('before', end='')" if output == "open" else "sys.stdout.close()"

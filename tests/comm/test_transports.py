@@ -1,7 +1,4 @@
-"""Channels within one process keep the order of posts and of sends, as those between processes do.
-
-Run: pytest tests/comm/test_transports.py (CPU, one process).
-"""
+"""Channels within one process keep the order of posts and of sends, as those between processes do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timing under load: a device that always has more to do. Run: pytest tests/costs/test_clock.py"""
+"""Timing under load: a device that always has more to do."""
 
 from __future__ import annotations
 

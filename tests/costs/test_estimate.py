@@ -1,4 +1,4 @@
-"""Costs in closed form, by value. Run: pytest tests/costs/test_estimate.py (no device needed)."""
+"""Costs in closed form, by value."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Costs measured on the device: made-up tensors of any layout, nothing disturbed.
-
-Run: pytest tests/costs/test_measure.py
-"""
+"""Costs measured on the device: made-up tensors of any layout, nothing disturbed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cost tables as JSON, there and back. Run: pytest tests/costs/test_tables.py (no device needed)."""
+"""Cost tables as JSON, there and back."""
 
 from __future__ import annotations
 

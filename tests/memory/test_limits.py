@@ -1,7 +1,4 @@
-"""Limits in bytes from the smallest feasible one to none, on stages that differ.
-
-Run: pytest tests/memory/test_limits.py
-"""
+"""Limits in bytes from the smallest feasible one to none, on stages that differ."""
 
 from __future__ import annotations
 
@@ -15,7 +12,9 @@ import zbfx
 from benchmarks.gpt import GPT, GPTConfig
 from tests.support.live_bytes import measured_peaks
 from tests.support.models import ROWS, Problem, ids, token_loss
-from tests.support.reference import Gradients, assert_same, compiled, default_dtype, reference, stepped
+from tests.support.reference import Gradients, assert_same, compiled, default_dtype, one_trace, reference, stepped
+
+pytestmark = pytest.mark.slow
 
 MICROBATCHES = 6
 CUTS = ["blocks.2", "blocks.3", "blocks.4"]  # embeddings and two blocks; one; one; one and the head
@@ -49,6 +48,7 @@ class Sweep:
 
 
 @functools.cache
+@one_trace()
 def sweep() -> Sweep:
     free = planned(None)
     with pytest.raises(zbfx.NoFeasibleSchedule) as caught:

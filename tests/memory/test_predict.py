@@ -1,7 +1,4 @@
-"""What ranks hold: predicted to the byte, freed at the last use, drawn and printed.
-
-Run: pytest tests/memory/test_predict.py
-"""
+"""What ranks hold: predicted to the byte, freed at the last use, drawn and printed."""
 
 from __future__ import annotations
 
@@ -65,6 +62,7 @@ def note_end(died: list[bool], state: dict[str, bool]) -> None:
     died.append(state["running"])
 
 
+@pytest.mark.inductor
 def test_compiled_phases_let_go_of_their_arguments() -> None:
     pipe = compiled(mlp(2), 1, 2, schedule="zb-h1")
     compiler = Compiler(compiles=True)
@@ -86,6 +84,7 @@ def test_compiled_phases_let_go_of_their_arguments() -> None:
             torch.testing.assert_close(result, reference)
 
 
+@pytest.mark.inductor
 def test_compiled_products_are_added_where_the_gradient_is() -> None:
     """Neither into a copy of it, nor copied back."""
     phase = compiled(mlp(2), 1, 2, schedule="zb-h1").stages[0].phases[Kind.W]
@@ -142,6 +141,7 @@ def counted_most(run: Callable[[Any], Any], make: Callable[[], Any], _: torch.de
     return counter.peak - before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [gpt, gpt2, bert, unet_batch_norm, mlp])
 def test_calls_are_measured_as_a_step_makes_them(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     """A phase that runs as traced holds what its graph says, whether its arguments live on or die inside."""
@@ -175,6 +175,7 @@ def test_values_of_a_w_beside_a_b_are_held_until_it_is_joined() -> None:
     assert [memory.highest.peak_bytes for memory in pipe.memory] == [counter.peak for counter in counters]
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_a_step() -> None:
     """The losses are the last to go; gradients and parameters were there before."""
     for steps in (2, 20):

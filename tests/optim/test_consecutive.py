@@ -1,4 +1,4 @@
-"""Consecutive steps, simulated. Run: pytest tests/optim/test_consecutive.py (nothing is compiled)."""
+"""Consecutive steps, simulated."""
 
 from __future__ import annotations
 

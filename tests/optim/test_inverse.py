@@ -1,4 +1,4 @@
-"""Steps of optimizers undone by arithmetic, and what has no inverse. Run: pytest tests/optim/test_inverse.py."""
+"""Steps of optimizers undone by arithmetic, and what has no inverse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer steps without a barrier equal those with one. Run: pytest tests/optim (CPU, one process)."""
+"""Optimizer steps without a barrier equal those with one."""
 
 from __future__ import annotations
 
@@ -344,6 +344,7 @@ def test_clipping_equals_that_of_torch() -> None:
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, msg=name)
 
 
+@pytest.mark.transformers
 def test_tied_weights_count_once() -> None:
     problem = alone = gpt2(3)
     first = {name: value.clone() for name, value in problem.model.state_dict().items()}
@@ -500,6 +501,7 @@ def test_half_precision_overflow_in_one_stage_lowers_the_scale() -> None:
         tracker %= 2
 
 
+@pytest.mark.slow
 def test_losses_of_the_demo_equal_those_with_a_barrier() -> None:
     """A smaller one, for fewer steps; `python -m tests.optim.demo --steps 200` trains the demo's own."""
     sizes = {"steps": 8, "layers": 4, "hidden": 48, "sequence": 32, "microbatches": 4}

@@ -1,7 +1,5 @@
-"""What travels where an optimizer step waits for its verdict: skip connections, other shapes, prefixes of any length.
-
-Run: pytest tests/optim/test_protocol.py (CPU, one process, whose channels keep the order of sending as gloo's do).
-"""
+"""What travels where an optimizer step waits for its verdict: skip connections, other shapes, prefixes of any
+length."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ from zbfx.program import ops
 RANKS, MICROBATCHES = 4, 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-2p", "auto", "zb-v-order"])
 def test_with_skip_connections_steps_equal_the_barrier_in_bits(schedule: str) -> None:
     """Every step clips, so that every prefix runs twice, among them those that read what three ranks before made."""
@@ -29,6 +28,7 @@ def test_with_skip_connections_steps_equal_the_barrier_in_bits(schedule: str) ->
     assert results[False].counts["repeated"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_new_shape", ["recompile", "symbolic"])
 def test_with_skip_connections_and_other_shapes(on_new_shape: str) -> None:
     results = {}
@@ -41,6 +41,7 @@ def test_with_skip_connections_and_other_shapes(on_new_shape: str) -> None:
     assert results[False].counts["repeated"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
 def test_a_prefix_posts_what_prefixes_send_alone(schedule: str) -> None:
     """A prefix may run twice, and as a captured graph ends once all that it posted has come."""

@@ -1,4 +1,4 @@
-"""What `PostValidated` refuses, and that it is an optimizer otherwise. Run: pytest tests/optim/test_refusals.py."""
+"""What `PostValidated` refuses, and that it is an optimizer otherwise."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""No rank waits for ever, however its host waits for its device. Run: pytest tests/optim/test_waits.py (CPU, one
-process: see tests/support/devices.py).
+"""No rank waits for ever, however its host waits for its device.
 
 A host may wait for the whole device wherever code is loaded, or memory is asked for: after it has a step's verdict, and
 before the rest of the step is launched, as in corrections that run for the first time; and as it steps its optimizer.

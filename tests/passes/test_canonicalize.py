@@ -1,4 +1,4 @@
-"""The joint graph in its canonical form. Run: pytest tests/passes (CPU, nothing is allocated or run)."""
+"""The joint graph in its canonical form."""
 
 from __future__ import annotations
 

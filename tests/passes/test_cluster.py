@@ -1,7 +1,4 @@
-"""Ws in parts: the same bits as whole ones, and each bucket's sum begins as soon as its gradients are final.
-
-Run: pytest tests/passes/test_cluster.py (CPU, one process).
-"""
+"""Ws in parts: the same bits as whole ones, and each bucket's sum begins as soon as its gradients are final."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calling conventions of the F, B and W of every stage. Run: pytest tests/passes (CPU)."""
+"""Calling conventions of the F, B and W of every stage."""
 
 from __future__ import annotations
 

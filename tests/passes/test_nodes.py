@@ -1,4 +1,4 @@
-"""Views, random ops, sizes and arithmetic of single nodes. Run: pytest tests/passes (CPU)."""
+"""Views, random ops, sizes and arithmetic of single nodes."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def test_views_share_the_storage_of_what_they_look_at() -> None:
     assert stored_bytes([product, *views]) == value_bytes(product) == 2 * 6 * 4
 
 
+@pytest.mark.slow
 def test_random_ops_are_known() -> None:
     joint = traced(Problem(Parts(), None, (numbers(2, 4),)))
     assert [str(node.target) for node in joint.graph.nodes if is_random(node)] == ["aten.native_dropout.default"]

@@ -1,4 +1,4 @@
-"""Stages of a joint graph. Run: pytest tests/passes (CPU, nothing is allocated or run)."""
+"""Stages of a joint graph."""
 
 from __future__ import annotations
 

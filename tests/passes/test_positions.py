@@ -1,4 +1,4 @@
-"""Where nodes sit along the model. Run: pytest tests/passes (CPU, nothing is allocated or run)."""
+"""Where nodes sit along the model."""
 
 from __future__ import annotations
 

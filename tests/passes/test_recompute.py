@@ -1,4 +1,4 @@
-"""What is saved and what is computed again. Run: pytest tests/passes/test_recompute.py"""
+"""What is saved and what is computed again."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ def saved(level: Level) -> tuple[float, float]:
     return stage.saved_bytes / SBH / LAYERS, stage.weight_saved_bytes / SBH / LAYERS
 
 
+@pytest.mark.slow
 def test_a_gpt_layer_saves_no_more_than_the_paper_says() -> None:
     saved_bytes, weight_saved_bytes = saved(Level.NONE)
     assert saved_bytes <= 34
     assert weight_saved_bytes <= 32
 
 
+@pytest.mark.slow
 def test_recomputation_saves_clearly_less_until_b_and_no_more_until_w() -> None:
     """Cheap: no output of a norm (2 + 2) or of the GELU (8). Full: an input a block and the message."""
     assert saved(Level.CHEAP)[0] == pytest.approx(saved(Level.NONE)[0] - 12, abs=0.1)
@@ -47,6 +49,7 @@ def test_recomputation_saves_clearly_less_until_b_and_no_more_until_w() -> None:
     assert saved(Level.FULL)[1] <= 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["cheap", "full"])
 def test_recomputed_values_have_the_same_bits_and_the_predicted_size(level: str) -> None:
     problem = gpt(3)
@@ -57,6 +60,7 @@ def test_recomputed_values_have_the_same_bits_and_the_predicted_size(level: str)
     assert [memory.highest.peak_bytes for memory in pipe.memory] == [c.peak for c in measured_peaks(pipe, rows)]
 
 
+@pytest.mark.slow
 def test_below_the_smallest_limit_an_error_names_it_and_at_it_there_is_a_plan() -> None:
     problem = mlp(2)
     with pytest.raises(zbfx.NoFeasibleSchedule, match="smallest feasible limit is") as caught:
@@ -97,6 +101,7 @@ def noisy_step(level: str) -> tuple[tuple[Tensor, Gradients], dict[str, Tensor],
     return (loss, gradients(problem.model)), dict(problem.model.named_buffers()), saved_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["cheap", "full"])
 def test_dropout_masks_are_drawn_again_and_buffers_written_once(level: str) -> None:
     expected, expected_buffers, most = noisy_step("none")

@@ -1,4 +1,4 @@
-"""What is B and what is W, and what a stage keeps for them. Run: pytest tests/passes (CPU, nothing is run)."""
+"""What is B and what is W, and what a stage keeps for them."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ def targets(stage: Stage, kind: Kind) -> Counter[Any]:
     return Counter(node.target for node in stage.phases[kind].module.graph.nodes if node.op == "call_function")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", FAST_MODELS.values(), ids=FAST_MODELS.keys())
 def test_every_node_with_a_stage_is_in_one_phase(make: Maker) -> None:
     found = placed_model(make, 3)

@@ -1,38 +1,32 @@
-"""Replicas of pipelines over gloo, for test_replicas.py: `python -m tests.processes.replicas_worker <world size>
-<scenario> <folder>`.
-
-`python -m tests.processes.replicas_worker 4 sweep <folder>` trains GPT and the tied GPT-2 under every schedule as 2 x
-2, `8 wide-sweep` as 2 x 4, and rank 0 prints the largest differences from one process: minutes, and not part of the
-tests.
-"""
+"""Scenarios of replicas of pipelines, for test_replicas.py: functions of the rank, see tests/support/pool.py."""
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zbfx
-from tests.processes.worker import LIMIT_S, main, refusal, train
-from tests.support.models import Maker, Problem, gpt, gpt2, mlp
-from tests.support.reference import compiled, loss_of, relative_error, rescheduled
+from tests.processes.worker import refusal, train
+from tests.support.models import Maker, Problem, gpt2, mlp
+from tests.support.reference import compiled, default_dtype, loss_of, relative_error, rescheduled
 from zbfx.optim import PostValidated
 from zbfx.options import placement_of
 from zbfx.runtime import launched
-from zbfx.schedule import names
 from zbfx.schedule.orders.registry import SEARCHED
 
 M = 3  # microbatches of a replica
 STEPS = 20
 Compiled = dict[str, tuple[Problem, zbfx.Pipeline]]  # by name: the problem of all replicas, the pipeline of one
+
+in_double_precision = default_dtype(torch.float64)
 
 
 def mesh_of(replicas: int, ranks: int) -> DeviceMesh:
@@ -145,14 +139,28 @@ def part_of(step: Any, replica: int, replicas: int) -> Callable[..., Tensor]:
     return lambda *tensors: step(*(tensor.chunk(replicas)[replica] for tensor in tensors))
 
 
-def two_by_two(prepared: Compiled, rank: int) -> dict[str, Any]:
-    """Training under many schedules; gradients that accumulate; then refusals, a fault last."""
-    results: dict[str, Any] = {"trained": every_pipeline(prepared, 2, 2, rank)}
-    results["zero"] = zero(pipelines(2, 2, in_float32, ["zb-h1"]), 2, 2, rank)
-    mesh, replica = mesh_of(2, 2), rank // 2
-    whole = mlp(M * 2)
-    pipe = compiled(part(whole, 0, 2), 2, M)
-    problem = part(whole, replica, 2)
+@in_double_precision
+def trained_alike(rank: int, make: Maker, replicas: int, ranks: int, *schedules: str) -> dict[str, Any]:
+    return every_pipeline(pipelines(replicas, ranks, make, schedules), replicas, ranks, rank)
+
+
+def two_by_two(rank: int, make: Maker, *schedules: str) -> dict[str, Any]:
+    """What is loaded before messages, as on GPUs, changes nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launched, "LOADS", ("cpu",))
+        return trained_alike(rank, make, 2, 2, *schedules)
+
+
+@in_double_precision
+def sharded(rank: int, replicas: int, ranks: int) -> dict[str, Any]:
+    return zero(pipelines(replicas, ranks, in_float32, ["zb-h1"]), replicas, ranks, rank)
+
+
+@in_double_precision
+def refusals_of_bind(rank: int) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    mesh = mesh_of(2, 2)
+    pipe = compiled(part(mlp(M * 2), 0, 2), 2, M)
     results["no mesh"] = refusal(pipe.bind)
     with torch.no_grad():
         weight = pipe.model.get_parameter("0.weight")
@@ -162,9 +170,18 @@ def two_by_two(prepared: Compiled, rank: int) -> dict[str, Any]:
         if rank == 2:
             weight.copy_(mlp(M).model.get_parameter("0.weight"))
     results["zero 2"] = refusal(partial(pipe.bind, mesh, zero=2))
-    results["clipped"] = clipped(whole, pipe, mesh, replica)
+    return results
+
+
+@in_double_precision
+def steps_and_refusals(rank: int) -> dict[str, Any]:
+    """Gradients that accumulate; batches that are refused; a fault last."""
+    results: dict[str, Any] = {}
+    mesh, replica = mesh_of(2, 2), rank // 2
+    whole = mlp(M * 2)
+    pipe = compiled(part(whole, 0, 2), 2, M)
+    problem = part(whole, replica, 2)
     step = pipe.bind(mesh)
-    whole.model.zero_grad()
     results["accumulated"] = accumulated(whole, step, problem)
     results["no data"] = refusal(step if replica else lambda: step(*problem.inputs, *problem.targets))
     more = tuple(torch.cat([t, t]) for t in (*problem.inputs, *problem.targets))
@@ -180,11 +197,6 @@ def two_by_two(prepared: Compiled, rank: int) -> dict[str, Any]:
     return results
 
 
-def four_by_one(prepared: Compiled, rank: int) -> dict[str, Any]:
-    trained = every_pipeline(prepared, 4, 1, rank)
-    return {"trained": trained, "zero": zero(pipelines(4, 1, in_float32, ["zb-h1"]), 4, 1, rank)}
-
-
 def in_float32(microbatches: int) -> Problem:
     """GPT-2, whose head is tied to the embedding, in float32."""
     problem = gpt2(microbatches)
@@ -192,8 +204,12 @@ def in_float32(microbatches: int) -> Problem:
     return problem
 
 
-def clipped(whole: Problem, pipe: zbfx.Pipeline, mesh: DeviceMesh, replica: int) -> list[dict[str, Any]]:
+@in_double_precision
+def clipped(rank: int) -> list[dict[str, Any]]:
     """Training whose steps are clipped after the fact, every one or some, without and with ZeRO-1."""
+    mesh, replica = mesh_of(2, 2), rank // 2
+    whole = mlp(M * 2)
+    pipe = compiled(part(whole, 0, 2), 2, M)
     initial = {key: value.clone() for key, value in pipe.model.state_dict().items()}
     found = []
     for max_norm in (0.02, 0.05, 10.0):
@@ -211,7 +227,6 @@ def clipped(whole: Problem, pipe: zbfx.Pipeline, mesh: DeviceMesh, replica: int)
             own = {n: p.detach().clone() for n, p in step.engine.runners[0].parameters.items()}
             figures = {"losses": losses, "parameters": own, "counts": asdict(optimizer.counts)}
             found.append(figures | {"norm": optimizer.verdict.norm if optimizer.verdict else None})
-    pipe.model.load_state_dict(initial)
     return found
 
 
@@ -237,30 +252,3 @@ def accumulated(whole: Problem, step: Any, problem: Problem) -> dict[str, Any]:
     for _, parameter in step.named_parameters():
         parameter.grad = None
     return {"losses": losses, "kept": kept, "error": max(twice), "expected": alone(whole, 1)["losses"][0]}
-
-
-def sweep(replicas: int, ranks: int, rank: int) -> dict[str, Any]:
-    prepared = pipelines(replicas, ranks, gpt, names()) | pipelines(replicas, ranks, gpt2, names())
-    return every_pipeline(prepared, replicas, ranks, rank, verbose=True)
-
-
-def small(rank: int) -> dict[str, Any]:
-    launched.LOADS = ("cpu",)
-    prepared = pipelines(2, 2, gpt, ["gpipe", "1f1b", "zb-h1", "zb-h2", "v-min", "interleaved-1f1b"])
-    return two_by_two(prepared | pipelines(2, 2, gpt2, ["zb-h1", "zb-v-order"]), rank)
-
-
-SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "two-by-two": small,
-    "two-by-four": lambda rank: every_pipeline(pipelines(2, 4, gpt2, ["zb-h1"]), 2, 4, rank),
-    "four-by-one": lambda rank: four_by_one(pipelines(4, 1, gpt2, ["1f1b", "zb-h1"]), rank),
-    "sweep": partial(sweep, 2, 2),
-    "wide-sweep": partial(sweep, 2, 4),
-}
-
-
-if __name__ == "__main__":
-    torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
-    limit_s = 1200 if "sweep" in sys.argv[2] else LIMIT_S
-    sys.exit(main(int(sys.argv[1]), SCENARIOS[sys.argv[2]], Path(sys.argv[3]), limit_s))

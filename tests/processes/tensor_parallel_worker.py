@@ -1,10 +1,7 @@
-"""A Llama, tensor-parallel over two processes, as two pipelines of two ranks, for test_tensor_parallel.py:
-`python -m tests.processes.tensor_parallel_worker 8 llama <folder>`."""
+"""A Llama, tensor-parallel over two processes, as two pipelines of two ranks, for test_tensor_parallel.py."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zbfx
-from tests.processes.replicas_worker import STEPS, M, alone, part
-from tests.processes.worker import main, refusal, train
-from tests.support.models import llama
+from tests.processes.replicas_worker import STEPS, M, alone, in_double_precision, part
+from tests.processes.worker import refusal, train
+from tests.support.models import Problem, llama
 from tests.support.reference import compiled, relative_error
 
 PLAN = {
@@ -41,18 +38,34 @@ def local_part(whole: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     return whole.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]  # type: ignore[attr-defined]
 
 
-def two_by_two_by_two(rank: int) -> dict[str, Any]:
-    """Twenty steps of AdamW in float64, and the first gradients, against plain autograd."""
+def distributed() -> tuple[Problem, DeviceMesh]:
+    """The batches of both replicas, and a model of which each process holds a shard."""
     whole = llama(2 * M)
-    expected = alone(whole)
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "tp"))
     distribute(whole.model, mesh["tp"])
-    replica = mesh.get_local_rank("dp")
+    return whole, mesh
+
+
+@in_double_precision
+def compiled_alone(rank: int) -> dict[str, Any]:
+    whole, mesh = distributed()
     results: dict[str, Any] = {}
     results["measure"] = refusal(lambda: compiled(part(whole, 0, 2), 2, M, costs="measure"))
-    pipe = compiled(part(whole, replica, 2), 2, M)
+    pipe = compiled(part(whole, mesh.get_local_rank("dp"), 2), 2, M)
     results["check"] = refusal(lambda: zbfx.check(pipe))
-    step = pipe.bind(mesh)
+    results["collectives"] = {
+        kind.value: str(phase.module.code).count("all_reduce") for kind, phase in pipe.stages[0].phases.items()
+    }
+    return results
+
+
+@in_double_precision
+def two_by_two_by_two(rank: int) -> dict[str, Any]:
+    """Twenty steps of AdamW in float64, and the first gradients, against plain autograd."""
+    expected = alone(llama(2 * M))
+    whole, mesh = distributed()
+    replica = mesh.get_local_rank("dp")
+    step = compiled(part(whole, replica, 2), 2, M).bind(mesh)
     named = dict(whole.model.named_parameters())
     errors: dict[str, float] = {}
 
@@ -63,16 +76,8 @@ def two_by_two_by_two(rank: int) -> dict[str, Any]:
             errors.setdefault(name, relative_error(parameter.grad, wanted))  # type: ignore[arg-type]
         return loss
 
-    results["losses"] = train(whole, run, step.parameters(), STEPS)
+    results: dict[str, Any] = {"losses": train(whole, run, step.parameters(), STEPS)}
     results["expected"] = expected["losses"]
     results["errors"] = errors
     results["sharded"] = sum(isinstance(named[name], DTensor) for name in errors)
-    results["collectives"] = {
-        kind.value: str(phase.module.code).count("all_reduce") for kind, phase in pipe.stages[0].phases.items()
-    }
     return results
-
-
-if __name__ == "__main__":
-    torch.set_default_dtype(torch.float64)
-    sys.exit(main(int(sys.argv[1]), two_by_two_by_two, Path(sys.argv[3])))

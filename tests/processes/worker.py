@@ -1,42 +1,28 @@
-"""Processes of a pipeline over gloo for test_processes.py: `python -m tests.processes.worker <world size> <scenario>
-<folder>`.
-
-Imports once, then forks one process per rank. A scenario is a function of the rank that returns a picklable result,
-written to `<folder>/<rank>.pt`. No process outlives this one.
-"""
+"""Scenarios of one pipeline over processes, for test_processes.py: functions of the rank, see tests/support/pool.py."""
 
 from __future__ import annotations
 
 import copy
-import faulthandler
-import multiprocessing
 import os
 import signal
-import socket
-import sys
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import zbfx
-from tests.support.models import Problem, gpt, gpt2, mlp, numbers
-from tests.support.optimizers import optimizer_ranks, replicated_ranks
+from tests.support.models import Maker, Problem, gpt, gpt2, mlp, numbers
 from tests.support.reference import compiled, reference, rescheduled
 from zbfx.comm import process_groups
 from zbfx.runtime import launched
 
-LIMIT_S = 100  # for all ranks to end
 STEPS = 20
-
-Scenario = Callable[[int], dict[str, Any]]
 
 
 def train(problem: Problem, step: Callable[..., Tensor], parameters: Any, steps: int = STEPS) -> list[float]:
@@ -74,7 +60,7 @@ def normed() -> Problem:
     return replace(mlp(3), model=nn.Sequential(*blocks))
 
 
-def resumed() -> dict[str, Any]:
+def resumed(rank: int) -> dict[str, Any]:
     """Four steps, and two of another model that starts from what all ranks together had after two."""
     found: dict[str, Any] = {"whole": [], "resumed": []}
     checkpoints: list[Any] = [None] * dist.get_world_size()
@@ -99,48 +85,40 @@ def resumed() -> dict[str, Any]:
     return found
 
 
-def four_ranks(rank: int) -> dict[str, Any]:
-    """Training under three schedules, beside the same in one process; then every kind of refusal, a fault last."""
-    results: dict[str, Any] = {}
-    for schedule in ("gpipe", "1f1b", "zb-h1"):
-        problem = gpt(5)
-        results[schedule] = run(compiled(problem, 4, 5, schedule=schedule).bind(), problem, STEPS)
-    results["resumed"] = resumed()
+def trained(rank: int, schedule: str) -> dict[str, Any]:
     problem = gpt(5)
-    pipe = compiled(problem, 4, 5)
-    results["local"] = run(pipe.run_local(), problem, STEPS) if rank == 0 else None
+    return run(compiled(problem, 4, 5, schedule=schedule).bind(), problem, STEPS)
+
+
+def trained_alone(rank: int, make: Maker, stages: int, microbatches: int, steps: int) -> dict[str, Any]:
+    """All ranks of the pipeline in this process."""
+    problem = make(microbatches)
+    return run(compiled(problem, stages, microbatches).run_local(), problem, steps)
+
+
+def many_microbatches(rank: int) -> dict[str, Any]:
     problem = mlp(256)
     pipe = compiled(problem, 4, 256, schedule="zb-h1")
-    results["256"] = pipe.bind()(*problem.inputs, *problem.targets).item()
-    results["256 local"] = pipe.run_local()(*problem.inputs, *problem.targets).item() if rank == 0 else None
+    found = pipe.bind()(*problem.inputs, *problem.targets).item()
+    return {"256": found, "local": pipe.run_local()(*problem.inputs, *problem.targets).item() if rank == 0 else None}
+
+
+def refusals_of_bind(rank: int) -> dict[str, Any]:
+    results: dict[str, Any] = {}
     pipe = compiled(mlp(3), 4, 3)
     results["other order"] = refusal((rescheduled(pipe, 3, "1f1b") if rank == 2 else pipe).bind)
     results["other graph"] = refusal(compiled(skipping() if rank == 1 else mlp(3), 4, 3).bind)
     results["no data"] = refusal(compiled(without_data(rank == 3), 4, 3).bind)
     results["wrong rank"] = refusal(lambda: compiled(mlp(3), 4, 3).bind((rank + 1) % 4))
     results["wrong world"] = refusal(compiled(mlp(3), 3, 3).bind)
-    problem = mlp(3)
-    step = compiled(problem, 4, 3).bind()
-    results["bad batch"] = refusal(lambda: step(numbers(7, 8), numbers(7, 8)))
-    results["after bad batch"] = step(*problem.inputs, *problem.targets).item()
-    results |= disagreements(rank, pipe)
-    results |= faults(rank, step, problem)
-    step = compiled(mlp(3), 4, 3).bind()
-    results["bound again"] = step(*problem.inputs, *problem.targets).item()
-    step.close()
-    step.close()
-    results["closed"] = refusal(lambda: step(*problem.inputs, *problem.targets))
-    step = compiled(mlp(3), 4, 3).bind()
-    dist.destroy_process_group()
-    results["group gone"] = refusal(lambda: step(*problem.inputs, *problem.targets))
-    step.close()
     return results
 
 
-def disagreements(rank: int, pipe: zbfx.Pipeline) -> dict[str, Any]:
+def disagreements(rank: int) -> dict[str, Any]:
     """Ranks that ask for different things; a pipeline of which all refuse a batch goes on."""
     problem = mlp(3)
-    results: dict[str, Any] = {}
+    pipe = compiled(mlp(3), 4, 3)
+    results: dict[str, Any] = {"alone": pipe.bind()(*problem.inputs, *problem.targets).item()}
     step = compiled(problem, 4, 3).bind()
     other = tuple(t.roll(1, 0) if rank == 2 else t for t in problem.inputs)
     results["other batch"] = refusal(lambda: step(*other, *problem.targets))
@@ -155,8 +133,13 @@ def disagreements(rank: int, pipe: zbfx.Pipeline) -> dict[str, Any]:
     return results
 
 
-def faults(rank: int, step: Any, problem: Problem) -> dict[str, Any]:
-    """Rank 2 raises in the second microbatch's B."""
+def faults(rank: int) -> dict[str, Any]:
+    """A batch that all ranks refuse, then an error of rank 2 in the second microbatch's B; the model is bound again."""
+    problem = mlp(3)
+    step = compiled(problem, 4, 3).bind()
+    results: dict[str, Any] = {}
+    results["bad batch"] = refusal(lambda: step(numbers(7, 8), numbers(7, 8)))
+    results["after bad batch"] = step(*problem.inputs, *problem.targets).item()
     calls = iter(range(100))
 
     def fails_second_time(*args: Any) -> Any:
@@ -167,9 +150,26 @@ def faults(rank: int, step: Any, problem: Problem) -> dict[str, Any]:
     if rank == 2:
         call = next(call for call in step.engine.runners[0].calls if call.phase.name == "B2")
         take = call.take
-        call.take = fails_second_time
-    fault = refusal(lambda: step(*problem.inputs, *problem.targets))
-    return {"fault": fault, "after fault": refusal(lambda: step(*problem.inputs, *problem.targets))}
+        call.take = fails_second_time  # type: ignore[method-assign, assignment]
+    results["fault"] = refusal(lambda: step(*problem.inputs, *problem.targets))
+    results["after fault"] = refusal(lambda: step(*problem.inputs, *problem.targets))
+    step = compiled(mlp(3), 4, 3).bind()
+    results["bound again"] = step(*problem.inputs, *problem.targets).item()
+    return results
+
+
+def closed(rank: int) -> dict[str, Any]:
+    """Steps that were closed, twice, and steps whose process groups are gone."""
+    problem = mlp(3)
+    step = compiled(problem, 4, 3).bind()
+    step.close()
+    step.close()
+    results = {"closed": refusal(lambda: step(*problem.inputs, *problem.targets))}
+    step = compiled(mlp(3), 4, 3).bind()
+    dist.destroy_process_group()
+    results["group gone"] = refusal(lambda: step(*problem.inputs, *problem.targets))
+    step.close()
+    return results
 
 
 class Skipping(nn.Module):
@@ -195,36 +195,36 @@ def without_data(here: bool) -> Problem:
     return replace(problem, model=problem.model.to("meta")) if here else problem
 
 
-def three_ranks(rank: int) -> dict[str, Any]:
-    """A tied model whose copies differ before bind; then rank 1 dies in the middle of a step. What is loaded before
-    messages, as on GPUs, changes nothing."""
-    launched.LOADS = ("cpu",)
+def tied(rank: int) -> dict[str, Any]:
+    """A tied model whose copies differ before bind. What is loaded before messages, as on GPUs, changes nothing."""
     problem = gpt2(4)
     torch.manual_seed(rank)
     if rank == 2:
         with torch.no_grad():
             problem.model.get_parameter("transformer.wte.weight").add_(1.0)
-    step = compiled(problem, 3, 4).bind()
-    results: dict[str, Any] = {"tied": run(step, problem, 5)}
-    alone = gpt2(4)
-    results["local"] = run(compiled(alone, 3, 4).run_local(), alone, 5)
-    results["shared"] = shared(rank)
-    results["other values"] = other_values(rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launched, "LOADS", ("cpu",))
+        step = compiled(problem, 3, 4).bind()
+        return run(step, problem, 5)
+
+
+def seeded(rank: int) -> dict[str, Any]:
+    torch.manual_seed(rank)
     dropout = replace(mlp(3), model=with_dropout())
     pipe = compiled(dropout, 3, 3)
     step, batch = pipe.bind(), (*dropout.inputs, *dropout.targets)
     first, _, second = step(*batch).item(), step.evaluate(*batch), step(*batch).item()
-    results["seeded"] = [first, second, step.count]
     one = pipe.run_local(seed=0)
-    results["seeded local"] = [one(*batch).item(), one(*batch).item(), 2]
-    results["shapes"] = shapes(problem=mlp(3), step=compiled(mlp(3), 3, 3).bind(on_new_shape="symbolic"))
-    results["killed"] = killed(rank)
-    results["compile after"] = refusal(lambda: compiled(mlp(3), 3, 3))
-    return results
+    return {
+        "seeded": [first, second, step.count],
+        "seeded local": [one(*batch).item(), one(*batch).item(), 2],
+    }
 
 
-def shapes(problem: Problem, step: Any) -> dict[str, Any]:
+def shapes(rank: int) -> dict[str, Any]:
     """Losses and gradients of steps of several sizes, and beside them those of plain autograd."""
+    problem = mlp(3)
+    step = compiled(mlp(3), 3, 3).bind(on_new_shape="symbolic")
     found = []
     for rows in (6, 12, 9):
         batch = replace(problem, inputs=(numbers(rows, 8),), targets=(numbers(rows, 8, seed=2),))
@@ -327,18 +327,26 @@ def with_dropout() -> nn.Module:
 
 
 def killed(rank: int) -> dict[str, Any]:
+    """Rank 1 dies in the middle of a step."""
     problem = mlp(3)
     step = compiled(problem, 3, 3).bind()
     step(*problem.inputs, *problem.targets)
     if rank == 1:
         call = next(call for call in step.engine.runners[0].calls if call.phase.name == "B1")
         call.take = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
-    return refusal(lambda: step(*problem.inputs, *problem.targets))
+    results = {"killed": refusal(lambda: step(*problem.inputs, *problem.targets))}
+    results["compile after"] = refusal(lambda: compiled(mlp(3), 3, 3))
+    return results
 
 
-def meeting_ranks(rank: int) -> dict[str, Any]:
+def ended_in_bind(rank: int) -> dict[str, Any]:
     """Rank 0 is late for a step by more than processes wait for each other in bind; then rank 1 ends in bind."""
-    process_groups.MEETING = timedelta(seconds=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_groups, "MEETING", timedelta(seconds=2))
+        return meeting(rank, patch)
+
+
+def meeting(rank: int, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     problem = mlp(3)
     pipe = compiled(problem, 2, 3)
     step = pipe.bind()
@@ -355,55 +363,5 @@ def meeting_ranks(rank: int) -> dict[str, Any]:
         return group(*args)
 
     local = pipe.run_local()(*problem.inputs, *problem.targets).item()
-    process_groups.new_group = ending  # type: ignore[assignment]
+    patch.setattr(process_groups, "new_group", ending)
     return {"late": loss, "local": local, "ended": refusal(pipe.bind)}
-
-
-SCENARIOS: dict[str, Scenario] = {
-    "meeting-ranks": meeting_ranks,
-    "four-ranks": four_ranks,
-    "three-ranks": three_ranks,
-    "optimizer": optimizer_ranks,
-    "optimizer-replicas": replicated_ranks,
-}
-
-
-def process(rank: int, world: int, scenario: Scenario, folder: Path, port: int, limit_s: float) -> None:
-    faulthandler.dump_traceback_later(limit_s - 5)
-    store = dist.TCPStore("127.0.0.1", port, world, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    torch.save(scenario(rank), folder / f"{rank}.pt")
-    os._exit(0)  # the default group may have lost a rank: no orderly end
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def main(world: int, scenario: Scenario, folder: Path, limit_s: float = LIMIT_S) -> int:
-    """Run the ranks; how many have not ended by themselves within the limit."""
-    torch.set_num_threads(1)
-    context = multiprocessing.get_context("fork")
-    port = free_port()
-    common = (scenario, folder, port, limit_s)
-    ranks = [context.Process(target=process, args=(rank, world, *common)) for rank in range(world)]
-    for child in ranks:
-        child.start()
-    # As under torchrun, the store lives in a process that is no rank. It has threads: made after the forks.
-    store = dist.TCPStore("127.0.0.1", port, world, is_master=True, wait_for_workers=False)
-    deadline = time.monotonic() + limit_s
-    for child in ranks:
-        child.join(max(0.0, deadline - time.monotonic()))
-    late = [child for child in ranks if child.is_alive()]
-    for child in late:
-        child.kill()
-        child.join()
-    del store
-    return len(late)
-
-
-if __name__ == "__main__":
-    assert zbfx.__all__
-    sys.exit(main(int(sys.argv[1]), SCENARIOS[sys.argv[2]], Path(sys.argv[3])))

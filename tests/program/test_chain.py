@@ -1,7 +1,4 @@
-"""How the loss goes back along the chain of ranks, by hand.
-
-Run: pytest tests/program/test_chain.py (nothing is compiled).
-"""
+"""How the loss goes back along the chain of ranks, by hand."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ def costs_beside(pipe: zbfx.Pipeline) -> CostTable:
     return replace(pipe.schedule.costs, stages=tuple(stages))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("maker", "schedule"),
     [(gpt, "zb-h2"), (gpt, "interleaved-1f1b"), (gpt2, "interleaved-1f1b"), (unet_batch_norm, "zb-h2")],
@@ -42,6 +43,7 @@ def ordered(**options: Any) -> zbfx.Pipeline:
     return compiled(gpt(3), 2, 3, schedule=ORDERS, costs=costs_beside(plain), **options)
 
 
+@pytest.mark.slow
 def test_the_program_starts_a_w_before_its_b_and_joins_it_after_the_b_was_sent() -> None:
     pipe = ordered(overlap=True)
     assert [(str(w), str(b)) for w, b in pipe.schedule.beside] == [
@@ -60,6 +62,7 @@ def test_the_program_starts_a_w_before_its_b_and_joins_it_after_the_b_was_sent()
     ]
 
 
+@pytest.mark.slow
 def test_what_a_w_reads_lives_until_it_is_joined() -> None:
     pipe = ordered(overlap=True)
     nodes = list(pipe.programs[0].module.graph.nodes)
@@ -72,6 +75,7 @@ def test_what_a_w_reads_lives_until_it_is_joined() -> None:
         assert set(started.all_input_nodes) <= set(join.all_input_nodes)
 
 
+@pytest.mark.slow
 def test_no_w_that_would_break_the_limit_runs_beside_another() -> None:
     problem = gpt(6)
     costs = costs_beside(compiled(problem, 2, 6))

@@ -1,7 +1,4 @@
-"""What becomes of errors while a step is captured.
-
-Run: pytest tests/runtime/test_captured.py (CPU, where stubs capture).
-"""
+"""What becomes of errors while a step is captured."""
 
 from __future__ import annotations
 

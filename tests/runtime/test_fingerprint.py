@@ -1,7 +1,4 @@
-"""Hashes of tensors: the formula against Python's integers, and what must change them or not.
-
-Run: pytest tests/runtime/test_fingerprint.py (CPU, one process).
-"""
+"""Hashes of tensors: the formula against Python's integers, and what must change them or not."""
 
 from __future__ import annotations
 

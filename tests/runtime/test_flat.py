@@ -1,7 +1,4 @@
-"""Parameters and gradients as views of flat tensors, and what captured steps hold on to.
-
-Run: pytest tests/runtime/test_flat.py (CPU, one process).
-"""
+"""Parameters and gradients as views of flat tensors, and what captured steps hold on to."""
 
 from __future__ import annotations
 

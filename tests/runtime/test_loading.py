@@ -118,6 +118,7 @@ class Uneven(nn.Module):
         return self.narrow(self.wide(x)[:, 2:5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("watched", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-2p", "zb-v", "interleaved-1f1b"])
 @pytest.mark.parametrize(("model", "features"), [(Tied, 6), (Uneven, 5)])
@@ -152,6 +153,7 @@ def test_a_step_calls_nothing_new(
     assert called.found <= loaded.found, called.found - loaded.found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_loading_holds_as_much_as_a_step(monkeypatch: pytest.MonkeyPatch, schedule: str, microbatches: int) -> None:
@@ -251,6 +253,7 @@ def test_a_device_without_room_is_not_left_to_the_step() -> None:
     assert torch.equal(step(batch), expected)
 
 
+@pytest.mark.inductor
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="earlier tracers leave the checks out")
 def test_phases_with_checks_are_compiled_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are compiled once, with their checks, which made-up values need not pass."""

@@ -1,7 +1,4 @@
-"""Dropout in a pipeline: masks depend on the seed, the step, the microbatch and the place in the model alone.
-
-Run: pytest tests/runtime/test_rng.py (CPU, one process).
-"""
+"""Dropout in a pipeline: masks depend on the seed, the step, the microbatch and the place in the model alone."""
 
 from __future__ import annotations
 
@@ -50,6 +47,7 @@ def problem(microbatches: int, recompute: bool = False) -> Problem:
     return Problem(Dropouts(recompute), squares, (numbers(2 * microbatches, WIDTH),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_masks_depend_neither_on_the_schedule_nor_on_the_cuts(recompute: bool) -> None:
     given = problem(3, recompute)
@@ -58,6 +56,7 @@ def test_masks_depend_neither_on_the_schedule_nor_on_the_cuts(recompute: bool) -
         assert_same(stepped(given, compiled(given, stages, 3, schedule=schedule), seed=7), expected, 0.0)
 
 
+@pytest.mark.slow
 def test_recomputed_dropout_draws_what_the_first_one_drew() -> None:
     stored, again = problem(3), problem(3, recompute=True)
     expected = stepped(stored, compiled(stored, 3, 3), seed=7)
@@ -86,6 +85,7 @@ class ParallelDropouts(nn.Module):
         return first - second
 
 
+@pytest.mark.slow
 def test_draws_that_cannot_be_told_apart_are_refused() -> None:
     given = Problem(ParallelDropouts(copies=False, recompute=True), squares, (numbers(6, WIDTH),))
     with pytest.raises(TraceError, match="draws more than once from one value") as caught:
@@ -152,6 +152,7 @@ class DropsAlways(nn.Module):
         return nn.functional.dropout(self.dropouts(x), 0.5)  # in eval mode too
 
 
+@pytest.mark.slow
 def test_evaluations_leave_training_alone() -> None:
     given = Problem(DropsAlways(), squares, (numbers(4, WIDTH),))
     pipe = compiled(given, 2, 2)

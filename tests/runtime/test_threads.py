@@ -1,7 +1,4 @@
-"""Threads of one process: calls of a step do not mix, models compile one after the other.
-
-Run: pytest tests/runtime/test_threads.py (CPU, one process).
-"""
+"""Threads of one process: calls of a step do not mix, models compile one after the other."""
 
 from __future__ import annotations
 
@@ -40,6 +37,7 @@ def beside(step: Step, action: Callable[[], Any]) -> list[BaseException | None]:
     return raised
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["step", "run_split", "evaluate", "close", "optimizer.step"])
 def test_a_call_inside_that_of_another_thread_is_refused(name: str) -> None:
     with default_dtype(torch.float64):
@@ -67,6 +65,7 @@ def test_a_call_inside_that_of_another_thread_is_refused(name: str) -> None:
         assert step.count == 2
 
 
+@pytest.mark.slow
 def test_threads_compile_at_the_same_time() -> None:
     with default_dtype(torch.float64):
         problems: list[Problem] = [gpt(2), mlp(2), mlp(2, layers=4), gpt(2)]

@@ -27,6 +27,8 @@ from zbfx.schedule.search.order_search import OrderSearch
 from zbfx.schedule.search.refine import Refinement, Solve, decides, optimum, refine_search, replaced
 from zbfx.timing.exact import B, F, Instance, W, instance
 
+pytestmark = pytest.mark.solver
+
 CodedOrders = tuple[tuple[int, ...], ...]
 
 

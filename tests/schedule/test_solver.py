@@ -16,6 +16,8 @@ from zbfx.schedule.integer import solver
 from zbfx.schedule.integer.formulation import IntegerProgram, Row
 from zbfx.schedule.integer.solver import CHILD, SolverFailed, solve_in_child, solve_with_any
 
+pytestmark = pytest.mark.solver
+
 # Minimise x0 with x0 >= 3 - 2 x1 - x2, x1 + x2 <= 1, both binary: x0 = 1 with x1 = 1.
 PROGRAM = IntegerProgram(
     lower=[0.0, 0.0, 0.0],

@@ -1,4 +1,4 @@
-"""SVG, HTML and Chrome trace of a tiny schedule, by value. Run: pytest tests/show (no device needed)."""
+"""SVG, HTML and Chrome trace of a tiny schedule, by value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text grid of tiny schedules, character by character. Run: pytest tests/show (no device needed)."""
+"""The text grid of tiny schedules, character by character."""
 
 from __future__ import annotations
 

@@ -293,3 +293,4 @@ MODELS: dict[str, Maker] = {
     "vit": vit,
     "mixtral": mixtral,
 }
+OF_TRANSFORMERS = (gpt2, llama, llama_without_cache, bert, t5, vit, mixtral)  # need that package

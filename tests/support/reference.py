@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -83,6 +84,21 @@ def compiled(problem: Problem, stages: int, microbatches: int, **options: Any) -
         loss_fn=problem.loss_fn,
         **{"schedule": "zb-h1", **options},
     )
+
+
+@contextmanager
+def one_trace() -> Iterator[None]:
+    """Inside, `zbfx.compile` traces a model once, whatever else it is asked for: its example stays as it is."""
+    found: dict[nn.Module, Any] = {}
+
+    def remembered(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if model not in found:
+            found[model] = trace(model, *args, **kwargs)
+        return found[model]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zbfx.pipeline.trace", remembered)
+        yield
 
 
 def rescheduled(pipe: zbfx.Pipeline, microbatches: int, schedule: Any) -> zbfx.Pipeline:

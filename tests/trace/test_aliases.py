@@ -1,4 +1,4 @@
-"""Tensors of a model that share memory. Run: pytest tests/trace/test_aliases.py (CPU)."""
+"""Tensors of a model that share memory."""
 
 from __future__ import annotations
 

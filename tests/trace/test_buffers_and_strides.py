@@ -1,7 +1,4 @@
-"""Buffers that a stage writes, and operators whose results have other strides than the tracer believes.
-
-Run: pytest tests/trace/test_buffers_and_strides.py (CPU, one process).
-"""
+"""Buffers that a stage writes, and operators whose results have other strides than the tracer believes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that a forward changes. Run: pytest tests/trace/test_counters.py (CPU)."""
+"""Numbers that a forward changes."""
 
 from __future__ import annotations
 

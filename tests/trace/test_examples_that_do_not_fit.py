@@ -1,7 +1,4 @@
-"""An example that the model itself fails on is refused as such; so is one of a dtype that only real kernels refuse.
-
-Run: pytest tests/trace/test_examples_that_do_not_fit.py (CPU, one process).
-"""
+"""An example that the model itself fails on is refused as such; so is one of a dtype that only real kernels refuse."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import zbfx
+from tests.cases.common import line_of
 from tests.support.models import numbers
-from tests.test_errors import line_of
 from zbfx import TraceError
 
 FIT = "Give example_inputs and example_kwargs as the model's forward takes them, and example_targets as loss_fn does"
@@ -109,6 +106,7 @@ class Recurrent(nn.Module):
         return self.head(self.layer(x.transpose(0, 1))[0][-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_recurrent_layers_train(kind: Any, bidirectional: bool) -> None:

@@ -1,7 +1,4 @@
-"""Models that make tensors in their first forward: in the graph where that is the same, refused where it is not.
-
-Run: pytest tests/trace/test_first_forward.py (CPU, one process).
-"""
+"""Models that make tensors in their first forward: in the graph where that is the same, refused where it is not."""
 
 from __future__ import annotations
 
@@ -13,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.cases.common import line_of
+from tests.refusals.common import refusal
 from tests.support.models import Problem, numbers, squares
 from tests.support.reference import assert_same, compiled, default_dtype, reference
-from tests.test_errors import line_of, refusal
 from zbfx import ZbfxError
 from zbfx.graphs import Role
 
@@ -88,6 +86,7 @@ def problem(way: str) -> Problem:
     return Problem(Rotary(way), squares, (numbers(4, WIDTH),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("forwards", ["none", "before compile", "after compile"])
 def test_tables_of_the_first_forward(way: str, forwards: str) -> None:

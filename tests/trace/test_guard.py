@@ -1,7 +1,4 @@
-"""Models that change after compile or bind in what graph and tensors do not follow: refused before anything runs.
-
-Run: pytest tests/trace/test_guard.py (CPU, one process).
-"""
+"""Models that change after compile or bind in what graph and tensors do not follow: refused before anything runs."""
 
 from __future__ import annotations
 

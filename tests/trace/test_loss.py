@@ -1,7 +1,4 @@
-"""Every loss of torch.nn.functional, traced: loss and gradients are those of plain autograd, in float64.
-
-Run: pytest tests/trace/test_loss.py (CPU, one process).
-"""
+"""Every loss of torch.nn.functional, traced: loss and gradients are those of plain autograd, in float64."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Graphs that splitting a backward or cutting a model gets wrong easily, each against plain autograd in float64.
-
-Run: pytest tests/trace/test_special_graphs.py (CPU, one process).
-"""
+"""Graphs that splitting a backward or cutting a model gets wrong easily, each against plain autograd in float64."""
 
 from __future__ import annotations
 
@@ -132,6 +129,7 @@ BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
 def test_gradients_equal_autograd(body: Callable[[Any, Tensor], Tensor], stages: int) -> None:

@@ -1,7 +1,5 @@
-"""Sizes that are symbols: one trace for many shapes, the same graphs and costs as a trace of each, or a named reason.
-
-Run: pytest tests/trace/test_symbols.py (CPU, one process).
-"""
+"""Sizes that are symbols: one trace for many shapes, the same graphs and costs as a trace of each,
+or a named reason."""
 
 from __future__ import annotations
 
@@ -101,6 +99,7 @@ def stepped(step: Step, problem: Problem) -> tuple[Tensor, Any]:
     return step(*problem.inputs, *problem.targets, **problem.kwargs), gradients(problem.model)
 
 
+@pytest.mark.slow
 @default_dtype(torch.float64)
 def test_one_trace_serves_every_shape(traces: list[bool]) -> None:
     problem = attention(5)
@@ -113,6 +112,7 @@ def test_one_trace_serves_every_shape(traces: list[bool]) -> None:
     assert all(pipe.schedule.notes == () for pipe in step.pipelines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda m: attention(5), gpt], ids=["attention", "gpt"])
 def test_graphs_and_costs_are_those_of_a_trace_of_their_own(make: Callable[[int], Problem]) -> None:
     problem = make(3)
@@ -172,6 +172,7 @@ def test_formulas_by_hand() -> None:
     )
 
 
+@pytest.mark.slow
 def test_random_numbers_are_those_of_a_trace_of_their_own() -> None:
     problem = attention(5, dropout=0.5)
     losses = []
@@ -251,6 +252,7 @@ def test_sizes_that_the_tracer_fixes_and_sizes_that_part(traces: list[bool]) -> 
     assert "0 or 1" in notes[1]
 
 
+@pytest.mark.slow
 @default_dtype(torch.float64)
 def test_evaluation_and_counted_losses(traces: list[bool]) -> None:
     def token_sum(output: Tensor, targets: Tensor) -> Any:
@@ -300,6 +302,7 @@ CUTS: dict[str, list[str] | None] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["recompile", "symbolic"])
 @pytest.mark.parametrize("cuts", CUTS)
 @default_dtype(torch.float64)
@@ -323,6 +326,7 @@ def operations(phase: Phase) -> list[str]:
     return [str(node.target) for node in phase.module.graph.nodes if node.op == "call_function"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cuts", CUTS)
 @default_dtype(torch.float64)
 def test_checkpointed_blocks_with_other_operations_stay_with_their_parameters(cuts: str) -> None:
@@ -359,6 +363,7 @@ def test_the_loss_arises_where_it_did_for_every_shape() -> None:
     assert [pipe.loss_rank for pipe in step.pipelines] == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["recompile", "symbolic"])
 def test_stages_that_would_wait_for_each_other_are_refused(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the first stage alone recomputed what the cut divides: its backward is the last to run."""

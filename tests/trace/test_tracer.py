@@ -1,7 +1,4 @@
-"""What tracing must leave alone, and what it must understand: state, meta tensors, precision, nested calls.
-
-Run: pytest tests/trace/test_tracer.py (CPU, one process).
-"""
+"""What tracing must leave alone, and what it must understand: state, meta tensors, precision, nested calls."""
 
 from __future__ import annotations
 
@@ -70,6 +67,7 @@ def test_state_dict_keeps_its_keys_through_a_step() -> None:
     assert list(problem.model.state_dict()) == keys
 
 
+@pytest.mark.slow
 def test_model_on_the_meta_device_compiles_to_the_same_programs() -> None:
     problem = gpt(2)
     with torch.device("meta"):
@@ -381,6 +379,7 @@ class Masked(nn.Module):
         return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("causal", "kept"), [(True, False), (True, True), (False, True)])
 def test_masks_of_the_layers_of_torch(causal: bool, kept: bool) -> None:
     with default_dtype(torch.float64):

@@ -1,4 +1,4 @@
-"""The command line, by value: output, messages, exit status. Run: pytest tests/test_cli.py (no device needed)."""
+"""The command line, by value: output, messages, exit status."""
 
 from __future__ import annotations
 
@@ -187,6 +187,7 @@ def test_no_unit_that_the_cost_table_does_not_have(tmp_path: Path, capsys: pytes
     assert "no schedule fits in 1 on rank 0: it holds 0 throughout, and" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_reader_that_goes_away_leaves_no_traceback(costs: str) -> None:
     command = [sys.executable, "-m", "zbfx", "plan", "--costs", costs, "--microbatches", "5000", "--schedule", "gpipe"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -198,6 +199,7 @@ def test_reader_that_goes_away_leaves_no_traceback(costs: str) -> None:
         assert process.wait(timeout=60) == 141
 
 
+@pytest.mark.processes
 def test_interrupt_leaves_no_traceback(costs: str) -> None:
     script = (
         "import sys, time\nfrom zbfx.cli import main\nfrom zbfx.schedule import register\n"

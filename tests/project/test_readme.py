@@ -1,16 +1,15 @@
-"""README.md is true: its snippets and commands run, its pictures are what the commands print, its files exist.
-
-Run: pytest tests/test_readme.py (CPU, two processes).
-"""
+"""README.md is true: its snippets and commands run, its pictures are what the commands print, its files exist."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ import pytest
 from zbfx.costs.tables import costs_from_json
 from zbfx.schedule import names, plan
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 MAKE = [
@@ -31,6 +30,7 @@ COMMANDS = [
     for line in block.splitlines()
     if line not in MAKE
 ]
+OF_ZBFX = [command for command in COMMANDS if command.startswith("python -m zbfx ")]
 
 
 def blocks(language: str) -> list[str]:
@@ -54,6 +54,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def zbfx_prints(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[list[str]], str]:
+    """What `python -m zbfx` prints, with these arguments and in the folder, but without a process of its own."""
+
+    def run(arguments: list[str]) -> str:
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", ["zbfx", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("zbfx", run_name="__main__")
+        printed = capsys.readouterr()
+        assert ended.value.code == 0, printed.out + printed.err
+        return printed.out
+
+    return run
+
+
 def run(command: list[str], folder: Path) -> str:
     """What the command prints. Programs of the environment that runs the tests come first."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -65,6 +83,7 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.processes
 def test_python_snippets_run_in_order_and_print_the_program(folder: Path) -> None:
     snippets = [block for block in blocks("python") if "init_process_group" not in block]
     printed = run([sys.executable, "-c", "\n".join(snippets)], folder)
@@ -73,7 +92,13 @@ def test_python_snippets_run_in_order_and_print_the_program(folder: Path) -> Non
     assert printed[printed.index("def forward") :] == program
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", OF_ZBFX)
+def test_command_of_zbfx_runs(command: str, zbfx_prints: Callable[[list[str]], str]) -> None:
+    zbfx_prints(shlex.split(command.removeprefix("python -m zbfx")))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in OF_ZBFX])
 def test_command_runs(command: str, folder: Path) -> None:
     printed = run(shlex.split(command), folder)
     if command.startswith("torchrun"):
@@ -86,6 +111,7 @@ def test_command_runs(command: str, folder: Path) -> None:
         assert len({loss for _, loss, _ in printed_by_rank}) == 1
 
 
+@pytest.mark.processes
 def test_script_runs_as_two_replicas(folder: Path) -> None:
     (lines,) = blocks("py")
     (folder / "replicas.py").write_text((folder / "train.py").read_text().replace("step = pipe.bind()", lines))
@@ -96,9 +122,9 @@ def test_script_runs_as_two_replicas(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("picture", "schedule"), list(zip(pictures(), ("1f1b", "zb-h1"), strict=True)))
-def test_pictures_are_what_show_prints(picture: str, schedule: str, folder: Path) -> None:
+def test_pictures_are_what_show_prints(picture: str, schedule: str, zbfx_prints: Callable[[list[str]], str]) -> None:
     options = ["--costs", "costs.json", "--microbatches", "8", "--schedule", schedule, "--width", "80"]
-    assert run([sys.executable, "-m", "zbfx", "show", *options], folder).startswith(picture)
+    assert zbfx_prints(["show", *options]).startswith(picture)
 
 
 def test_figures_of_the_pictures() -> None:

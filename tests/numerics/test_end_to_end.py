@@ -1,7 +1,4 @@
-"""Whole models as pipelines in one process (`run_local`), against plain autograd with gradient accumulation.
-
-Run: pytest tests/test_end_to_end.py (CPU, one process).
-"""
+"""Whole models as pipelines in one process (`run_local`), against plain autograd with gradient accumulation."""
 
 from __future__ import annotations
 
@@ -24,6 +21,7 @@ SCHEDULES = ("gpipe", "1f1b", "zb-h1")
 FLOAT32_ONLY = {"mixtral"}  # its grouped matrix product exists in no other precision on the CPU
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [pytest.param(m, id=name) for name, m in MODELS.items() if name not in FLOAT32_ONLY])
 def test_gradients_in_double_precision(make: Maker) -> None:
     with default_dtype(torch.float64):
@@ -32,6 +30,7 @@ def test_gradients_in_double_precision(make: Maker) -> None:
         assert_same(found, reference(problem, 3), 1e-12)
 
 
+@pytest.mark.transformers
 def test_mixture_of_experts_in_single_precision() -> None:
     problem = mixtral(3)
     assert_same(stepped(problem, compiled(problem, 4, 3)), reference(problem, 3), 1e-5)
@@ -43,6 +42,7 @@ def double_precision_gpt(stages: int) -> zbfx.Pipeline:
         return compiled(gpt(1), stages, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_every_number_of_ranks_and_microbatches(stages: int, microbatches: int) -> None:
@@ -127,6 +127,7 @@ def trained_in_pipeline(make: Maker, microbatches: int) -> dict[str, tuple[list[
     return runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [gpt, gpt2])
 def test_twenty_steps_equal_in_bits_under_every_schedule(make: Maker) -> None:
     runs = trained_in_pipeline(make, 4)
@@ -138,6 +139,7 @@ def test_twenty_steps_equal_in_bits_under_every_schedule(make: Maker) -> None:
     assert losses == pytest.approx(trained_eagerly(make, 4)[0], rel=1e-6)
 
 
+@pytest.mark.transformers
 def test_tied_weight_on_two_ranks_has_one_gradient() -> None:
     problem = gpt2(3)
     pipe = compiled(problem, 4, 3)

@@ -1,4 +1,4 @@
-"""The demo as a user runs it, but small: exit status, output, nothing left behind. Run: pytest tests/test_demo.py"""
+"""The demo as a user runs it, but small: exit status, output, nothing left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.console import Console
 
 from examples.train_gpt import parse, read_text, train_without_pipeline, unigram_entropy, verdict
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SMALL = [
     *("--layers", "2", "--hidden", "48", "--heads", "2", "--sequence", "64", "--learning-rate", "1e-2"),
     *("--processes", "2", "--microbatches", "3", "--microbatch-size", "4"),
@@ -54,6 +54,7 @@ def test_verdict(runs: list[list[float]], good: bool) -> None:
     assert verdict(Console(quiet=True), named, entropy=2.0) is good
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_small_demo_succeeds() -> None:
     with start("--steps", "60") as demo:
@@ -86,6 +87,7 @@ def ranks_of(demo: subprocess.Popen[str]) -> list[int]:
     raise AssertionError(f"the demo ended before it started processes: {demo.communicate()[0]}")
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kill_rank", "message"), [(True, "a process of the pipeline failed: "), (False, "interrupted")]

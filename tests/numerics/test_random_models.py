@@ -1,7 +1,6 @@
 """Random models under random cuts, placements and schedules: gradients are those of plain autograd.
 
-Run: pytest tests/test_properties.py (CPU, one process, about two minutes). `benchmarks/coverage/fuzz_models.py` runs
-thousands.
+`benchmarks/coverage/fuzz_models.py` runs thousands.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks.coverage.fuzz_models import SHAPES, Results, differences, draw, run
 from benchmarks.coverage.random_models import BINARY, LAYERS, SPECIAL, UNARY, WEIGHTED
+from tests.support.reference import one_trace
 
 GRAPHS = {"linear": 180, "looped": 70, "v": 70}
 
@@ -23,7 +23,8 @@ GRAPHS = {"linear": 180, "looped": 70, "v": 70}
 def agrees(random: Random, shape: str) -> None:
     fuzzed = draw(random, shape)
     note(str(fuzzed))
-    outcome = run(fuzzed)
+    with one_trace():  # where the cuts that were drawn are refused, the model is compiled again
+        outcome = run(fuzzed)
     assume(outcome is not None)
     assert outcome is not None
     assert outcome.refusal is None

@@ -1,19 +1,19 @@
-"""Three ranks over gloo, one of which makes other calls, for test_history.py: `python -m tests.support.other_calls 3
-<scenario> <folder>`. Each case binds the pipeline anew; what is measured are seconds until a rank hears of it."""
+"""Scenarios of three ranks, one of which makes other calls, for test_history.py: functions of the rank, see
+tests/support/pool.py. What is measured are seconds until a rank hears of it."""
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import zbfx
-from tests.processes.worker import main, refusal
+from tests.processes.worker import refusal
 from tests.support.models import Problem, mlp, numbers
 from tests.support.reference import compiled
 from zbfx.comm import history
@@ -23,6 +23,23 @@ from zbfx.runtime.step import Step
 COMPARE_S = 1.0
 
 Batch = tuple[Tensor, ...]
+SMALL: Batch = (numbers(3, 8), numbers(3, 8))
+
+
+@contextmanager
+def comparisons(every_s: float, poll_s: float) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(history, "COMPARE_S", every_s)
+        patch.setattr(history, "LOOK_S", poll_s)
+        yield
+
+
+quick = comparisons(every_s=COMPARE_S, poll_s=0.1)
+
+
+def small() -> tuple[Problem, zbfx.Pipeline]:
+    problem = mlp(3)
+    return problem, compiled(problem, 3, 3, check=False)
 
 
 def ready(problem: Problem, pipe: zbfx.Pipeline, **options: Any) -> tuple[Step, Batch]:
@@ -33,45 +50,65 @@ def ready(problem: Problem, pipe: zbfx.Pipeline, **options: Any) -> tuple[Step, 
     return step, batch
 
 
-def other_calls(rank: int) -> dict[str, Any]:
-    history.COMPARE_S, history.LOOK_S = COMPARE_S, 0.1
-    problem = mlp(3)
-    pipe = compiled(problem, 3, 3)
-    small = (numbers(3, 8), numbers(3, 8))
-    results: dict[str, Any] = {}
-
+@quick
+def first_call(rank: int) -> dict[str, Any]:
+    problem, pipe = small()
     step, batch = pipe.bind(), (*problem.inputs, *problem.targets)
-    results["first"] = refusal(lambda: (step.evaluate if rank == 1 else step)(*batch))
+    return refusal(lambda: (step.evaluate if rank == 1 else step)(*batch))
 
-    step, batch = ready(problem, pipe)
-    results["step, evaluate"] = refusal(lambda: (step.evaluate if rank == 1 else step)(*batch))
-    results["after"] = refusal(lambda: step(*batch))
 
-    step, batch = ready(problem, pipe)
-    results["evaluate, step"] = refusal(lambda: (step if rank == 1 else step.evaluate)(*batch))
+@quick
+def one_evaluates(rank: int) -> dict[str, Any]:
+    step, batch = ready(*small())
+    found = refusal(lambda: (step.evaluate if rank == 1 else step)(*batch))
+    return {**found, "after": refusal(lambda: step(*batch))}
 
-    step, batch = ready(problem, pipe, on_new_shape="recompile")
-    results["new shapes"] = refusal(lambda: step(*(small if rank == 2 else batch)))
 
-    step, batch = ready(problem, pipe, on_new_shape="recompile")
-    step(*small)
-    results["known shapes"] = refusal(lambda: step(*(batch if rank == 2 else small)))
+@quick
+def one_steps(rank: int) -> dict[str, Any]:
+    step, batch = ready(*small())
+    return refusal(lambda: (step if rank == 1 else step.evaluate)(*batch))
 
-    step, batch = ready(problem, pipe)
-    results["one step fewer"] = refusal(step.close if rank == 0 else lambda: step(*batch))
 
-    step, batch = ready(problem, pipe)
+@quick
+def new_shapes(rank: int) -> dict[str, Any]:
+    step, batch = ready(*small(), on_new_shape="recompile")
+    return refusal(lambda: step(*(SMALL if rank == 2 else batch)))
+
+
+@quick
+def known_shapes(rank: int) -> dict[str, Any]:
+    step, batch = ready(*small(), on_new_shape="recompile")
+    step(*SMALL)
+    return refusal(lambda: step(*(batch if rank == 2 else SMALL)))
+
+
+@quick
+def one_step_fewer(rank: int) -> dict[str, Any]:
+    step, batch = ready(*small())
+    return refusal(step.close if rank == 0 else lambda: step(*batch))
+
+
+@quick
+def one_step_fewer_late(rank: int) -> dict[str, Any]:
+    step, batch = ready(*small())
 
     def closed_late() -> None:
         time.sleep(2 * COMPARE_S)  # the others have told of their call
         step.close()
 
-    results["one step fewer, late"] = refusal(closed_late if rank == 0 else lambda: step(*batch))
+    return refusal(closed_late if rank == 0 else lambda: step(*batch))
 
-    step, batch = ready(problem, pipe)
-    results["profile"] = refusal(lambda: (step.profile if rank == 0 else step)(*batch))
 
-    step, batch = ready(problem, pipe)
+@quick
+def one_profiles(rank: int) -> dict[str, Any]:
+    step, batch = ready(*small())
+    return refusal(lambda: (step.profile if rank == 0 else step)(*batch))
+
+
+@quick
+def one_trains(rank: int) -> dict[str, Any]:
+    step, batch = ready(*small())
     optimizer = PostValidated(torch.optim.SGD(step.parameters()), step)
     step(*batch)
 
@@ -80,15 +117,13 @@ def other_calls(rank: int) -> dict[str, Any]:
             optimizer.step()  # the first rank of the chain needs nothing from others for it
         step(*batch)
 
-    results["optimizer"] = refusal(trained)
-    return results
+    return refusal(trained)
 
 
+@quick
 def other_arguments(rank: int) -> dict[str, Any]:
     """Ranks that call the same with other numbers, of which each would make a wrong step without a word."""
-    history.COMPARE_S, history.LOOK_S = COMPARE_S, 0.1
-    problem = mlp(3)
-    pipe = compiled(problem, 3, 3)
+    problem, pipe = small()
     results: dict[str, Any] = {"seed": refusal(lambda: pipe.bind(seed=3 + rank % 2))}
 
     step, batch = pipe.bind(seed=3), (*problem.inputs, *problem.targets)
@@ -117,12 +152,10 @@ def other_arguments(rank: int) -> dict[str, Any]:
     return results
 
 
+@comparisons(every_s=0.2, poll_s=0.05)
 def slow_ranks(rank: int) -> dict[str, Any]:
     """Ranks that make the same calls: one is slow to make them, one inside them, and all refuse a batch in between."""
-    history.COMPARE_S, history.LOOK_S = 0.2, 0.05
-    problem = mlp(3)
-    pipe = compiled(problem, 3, 3)
-    step, batch = ready(problem, pipe)
+    step, batch = ready(*small())
     call = next(call for call in step.engine.runners[0].calls if call.phase.name == f"B{rank}")
     take = call.take
 
@@ -147,15 +180,3 @@ def slow_ranks(rank: int) -> dict[str, Any]:
 
 def halves(batch: Batch) -> list[tuple[Batch, dict[str, Any]]]:
     return [(pair, {}) for pair in zip(*(tensor.chunk(3) for tensor in batch), strict=True)]
-
-
-SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "other-calls": other_calls,
-    "other-arguments": other_arguments,
-    "slow-ranks": slow_ranks,
-}
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    sys.exit(main(int(sys.argv[1]), SCENARIOS[sys.argv[2]], Path(sys.argv[3])))

@@ -1,0 +1,58 @@
+"""What tests of all rooms share: processes for scenarios, and marks that follow from what a test is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.models import OF_TRANSFORMERS
+from tests.support.pool import Launch, Pool
+
+if TYPE_CHECKING:
+    from xdist.scheduler import LoadFileScheduling
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    found = Pool()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def launch(pool: Pool) -> Launch:
+    return pool.launch
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "launch" in getattr(item, "fixturenames", ()):
+            item.add_marker("processes")
+        given = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if any(value in OF_TRANSFORMERS for value in given if callable(value)):
+            item.add_marker("transformers")
+        if any(value == "inductor" for value in given if isinstance(value, str)):
+            item.add_marker("inductor")
+    if config.getoption("dist", "no") != "no":
+        longest_first(items)
+
+
+def longest_first(items: list[pytest.Item]) -> None:
+    """Files with slow tests before files that start processes before the rest, so that two workers end together."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    processes = {item.path for item in items if item.get_closest_marker("processes")}
+    items.sort(key=lambda item: (item.path not in slow, item.path not in processes))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    """A file runs in one worker; so do all scenarios, whose processes are started once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OnePool(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/processes" if nodeid.startswith("tests/processes/") else super()._split_scope(nodeid)
+
+    return OnePool(config, log)

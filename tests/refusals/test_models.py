@@ -1,0 +1,204 @@
+"""Models and losses that compile refuses, with messages that say what was expected, found, where, and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.cases.common import line_of
+from tests.refusals.common import refusal
+from tests.support.models import Problem, mlp, numbers, squares
+from tests.support.reference import assert_same, compiled, reference, stepped
+from zbfx import TraceError, ZbfxError
+
+WIDTH = 6
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return h * 2 if h.sum() > 0 else h - 1
+
+
+class Routing(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        chosen = int(h.sum(0).argmax().item())
+        return h * chosen
+
+
+class Selecting(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return h[h > 0]
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [(Branching, "if h.sum() > 0"), (Routing, ".item()"), (Selecting, "h[h > 0]")],
+    ids=["if", "item", "mask"],
+)
+def test_control_flow_by_values(model: type[nn.Module], text: str) -> None:
+    message = refusal(Problem(model(), squares, (numbers(4, WIDTH),)), TraceError)
+    assert line_of(model.forward, text) in message
+    assert "value" in message
+    assert "Use torch.where, or take the decision outside the model" in message
+
+
+def test_error_of_the_model_itself_names_its_line() -> None:
+    class Wrong(Branching):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) @ x
+
+    message = refusal(Problem(Wrong(), squares, (numbers(4, WIDTH),)), TraceError)
+    assert line_of(Wrong.forward, "@ x") in message
+    assert "the arguments of the example do not fit the model, which fails on them without zbfx too" in message
+
+
+def test_model_that_cannot_be_copied() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    model.stream = (word for word in ("a", "b"))  # type: ignore[assignment]
+    message = refusal(Problem(model, squares, (numbers(4, WIDTH),)), TraceError)
+    assert "copy.deepcopy" in message
+    assert "generator" in message
+
+
+def test_weight_that_a_hook_computed_before_the_model_was_converted() -> None:
+    layer = nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
+    problem = Problem(nn.Sequential(nn.Linear(WIDTH, WIDTH), layer).double(), squares, (numbers(4, WIDTH).double(),))
+    assert refusal(problem, TraceError) == (
+        f"the model replaces 1.weight, torch.float32 of shape {(WIDTH, WIDTH)}, by torch.float64 of shape "
+        f"{(WIDTH, WIDTH)}: one graph cannot hold both. Keep shape and dtype, or keep the value out of the model. If "
+        f"it only is what a forward made before the model was converted (model.double()), run the model once before "
+        f"compile: model(*example_inputs) under torch.no_grad()"
+    )
+    with torch.no_grad():
+        problem.model(numbers(4, WIDTH).double())
+    compiled(problem, 2, 2).run_local()(*problem.inputs)
+
+
+def test_write_into_an_input() -> None:
+    class Writing(Branching):
+        def forward(self, x: Tensor) -> Tensor:
+            x += 1
+            return self.layer(x)
+
+    message = refusal(Problem(Writing(), squares, (numbers(4, WIDTH),)), TraceError)
+    assert "inputs[0]" in message
+    assert line_of(Writing.forward, "x += 1") in message
+    assert "x.clone()" in message
+
+
+def test_write_into_a_parameter() -> None:
+    class Writing(Branching):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.layer.weight.mul_(0.5)
+            return self.layer(x)
+
+    message = refusal(Problem(Writing(), squares, (numbers(4, WIDTH),)), TraceError)
+    assert "layer.weight" in message
+
+
+def test_loss_that_does_not_require_grad() -> None:
+    problem = mlp(2)
+    problem.model.requires_grad_(False)
+    message = refusal(problem, TraceError)
+    assert "loss_fn" in message
+    assert "does not require grad" in message
+    assert "requires_grad of the parameters" in message
+
+
+def test_detached_loss() -> None:
+    problem = replace(mlp(2), loss_fn=lambda output, targets: squares(output - targets).detach())
+    assert "detaches the loss" in refusal(problem, TraceError)
+
+
+def test_complex_loss() -> None:
+    problem = replace(mlp(2), loss_fn=lambda output, targets: squares(output - targets) * 1j)
+    assert "loss_fn must return a real loss, as backward asks for; found torch.complex" in refusal(problem, TraceError)
+    counting: Any = lambda output, targets: (output.sum(), (targets * 1j).sum())  # noqa: E731
+    assert "found a count of torch.complex" in refusal(replace(mlp(2), loss_fn=counting), TraceError)
+    real = replace(mlp(2), loss_fn=lambda output, targets: (squares(output - targets) * 1j).imag)
+    assert_same(stepped(real, compiled(real, 2, 2)), reference(real, 2), 1e-6)
+
+
+class Distributed(nn.Module):
+    """Draws by the reparametrisation trick; a log-probability. What torch checks by default, a process may change."""
+
+    def __init__(self, *, validate_args: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.validate_args = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), validate_args
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.distributions.Normal(self.first(x), 1.0, validate_args=self.validate_args)
+        return self.last(found.rsample() + found.log_prob(x))
+
+
+def test_distributions_that_check_their_arguments() -> None:
+    problem = Problem(Distributed(validate_args=True), squares, (numbers(4, WIDTH),))
+    message = refusal(problem, TraceError)
+    assert "decides by a tensor's value" in message
+    assert "test_models.py" in message
+    assert "pass validate_args=False" in message
+    problem = replace(problem, model=Distributed(validate_args=False))
+    assert torch.isfinite(compiled(problem, 2, 2).run_local()(*problem.inputs))
+
+    class Deciding(Distributed):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if self.first(x).sum() > 0 else x
+
+    assert "Use torch.where" in refusal(replace(problem, model=Deciding(validate_args=False)), TraceError)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_loss_that_is_a_parameter(name: str) -> None:
+    class Returning(Branching):
+        def forward(self, x: Tensor) -> Tensor:
+            return getattr(self.layer, name).view(-1)[0]
+
+    message = refusal(Problem(Returning(), lambda output: output, (numbers(4, WIDTH),)), TraceError)
+    assert "no gradient of any parameter" in message
+    assert "loss.clone()" in message
+
+
+def test_loss_that_is_no_scalar() -> None:
+    problem = replace(mlp(2), loss_fn=lambda output, targets: (output - targets).square())
+    message = refusal(problem, TraceError)
+    assert "scalar loss" in message
+    assert "shape (2, 8)" in message
+
+
+def test_loss_that_is_a_class() -> None:
+    message = refusal(replace(mlp(2), loss_fn=nn.MSELoss), ZbfxError)  # type: ignore[arg-type]
+    assert message == (
+        "loss_fn is an instance of a module, or a function; found the class MSELoss: call it to make an instance"
+    )
+
+
+@pytest.mark.parametrize("loss", [None, 3.0, {"loss": 1}])
+def test_loss_that_is_no_tensor(loss: Any) -> None:
+    message = refusal(replace(mlp(2), loss_fn=lambda output, targets: loss), TraceError)
+    assert f"found {type(loss).__name__}" in message
+
+
+def test_model_without_a_loss() -> None:
+    message = refusal(replace(mlp(2), loss_fn=None, targets=()), TraceError)
+    assert "the model must return a scalar loss" in message
+    assert "Pass loss_fn=" in message
+
+
+def test_attributes_that_cannot_be_copied_are_named() -> None:
+    problem = mlp(2)
+    problem.model.register_module("inner", nn.ReLU())
+    problem.model.inner.seen = [problem.model[0](torch.ones(1, problem.model[0].in_features))]  # type: ignore
+    message = refusal(problem, TraceError)
+    assert "copy.deepcopy of it failed for inner.seen: RuntimeError: " in message
