@@ -30,6 +30,7 @@ from zbfx.program.boxed import Compiler
 from zbfx.schedule import build, plan
 from zbfx.schedule.beside import run_beside
 from zbfx.schedule.schedule import Schedule
+from zbfx.verify import verified
 
 CANDIDATE_S = 0.5  # for planning under one cap of several
 ROUNDS = 1  # of search; these end before the time does on all but large problems, and take the same way every time
@@ -95,18 +96,18 @@ def candidate(traced: Traced, choice: Choice, options: Options, memo: Memo) -> C
 def staged(traced: Traced, placement: Sequence[int], levels: Levels, options: Options, memo: Memo) -> Staged:
     """The stages of a placement, each at its own level, and what they cost."""
     seconds, speed = memo(node_timer, traced.joint, options), hardware_of(options.device).link_bytes_per_s
-    placed = memo(partition, traced.joint, placement, seconds=seconds, bytes_per_s=speed, cuts=options.cuts)
+    placed = memo(verified, partition, traced.joint, placement, seconds=seconds, bytes_per_s=speed, cuts=options.cuts)
     if options.rebalance:
         placed = memo(rebalanced, placed, placement, seconds, options, memo)
-    return mixed([costed(placed, placement, level, options, memo) for level in levels], memo(split, placed))
+    return mixed([costed(placed, placement, level, options, memo) for level in levels], memo(verified, split, placed))
 
 
 def costed(placed: Placed, placement: Sequence[int], level: Level, options: Options, memo: Memo) -> Costed:
     """F, B and W of all stages at one level of recomputation, and what they cost."""
     levels, random = (level,) * len(placement), not options.runs.captures
-    whole = memo(recompute, memo(split, placed), levels, in_flight=options.stages, random=random)
+    whole = memo(verified, recompute, memo(verified, split, placed), levels, in_flight=options.stages, random=random)
     compiler, warm_s = memo(Compiler, options.runs.compiles), WARM_S if level is options.levels[0] else SHORT_WARM_S
-    return memo(cost_table, memo(extract, whole), placement, options, compiler, warm_s)
+    return memo(cost_table, memo(verified, extract, whole), placement, options, compiler, warm_s)
 
 
 def mixed(forms: Sequence[Costed], divided: Split) -> Staged:
@@ -124,7 +125,7 @@ def rebalanced(placed: Placed, placement: Sequence[int], node_s: Seconds, option
         return costed(cut, placement, options.levels[0], options, memo).costs
 
     seconds, speed = corrected(node_s, placed, costs(placed)), hardware_of(options.device).link_bytes_per_s
-    again = partition(placed.joint, placement, seconds=seconds, bytes_per_s=speed)
+    again = verified(partition, placed.joint, placement, seconds=seconds, bytes_per_s=speed)
     return min(placed, again, key=lambda cut: heaviest_s(costs(cut)))
 
 

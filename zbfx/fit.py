@@ -26,6 +26,7 @@ from zbfx.passes.recompute import LEVELS
 from zbfx.plan import CostTable
 from zbfx.schedule.bounds.certificate import Certificate
 from zbfx.timing.limits import limit_per_rank, one_x, rank_static_bytes
+from zbfx.verify import verify
 
 CAPS = (1, 1.5, 2, 2.5, 3, 4, 6, inf)  # what a rank may hold in a pipeline of 4 ranks, in M_B
 RUNGS = 2  # steps from one level to the next
@@ -42,6 +43,7 @@ def fit(traced: Traced, options: Options, memo: Memo) -> Compiled:
     limits = search.within_bytes() if options.limits_bytes else search.within_activations()
     best = search.best
     assert best is not None, "an error says why there is no plan"
+    verify(best.compiled.programs, after="generate", given=best.compiled.schedule)
     chosen = (f"chosen: {best.summary}",) if len(search.compared) > 1 else ()
     schedule = best.compiled.schedule
     notes = tuple(dict.fromkeys((*schedule.notes, *chosen, *search.compared[1:], *best.notes)))

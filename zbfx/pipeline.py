@@ -49,6 +49,7 @@ from zbfx.trace.source import Source
 from zbfx.trace.tensor_parallel import local_parts, refuse_measuring
 from zbfx.trace.tracer import named_tensors, trace
 from zbfx.variants import Variants
+from zbfx.verify import verified
 
 
 def compile(
@@ -144,7 +145,7 @@ def compile(
     raw = separate_count(raw)
     examples = tuple(signature.flatten((*inputs, *targets), kwargs))
     reduction = Reduction.of(raw, loss_reduction, microbatches)
-    traced, memo = Traced(raw, canonicalize(raw), signature, examples, reduction), Memo()
+    traced, memo = Traced(raw, verified(canonicalize, raw), signature, examples, reduction), Memo()
     source = Source(model, loss_fn, Guard.of(model, loss_fn), local)
     compiled = self_checked(fit(traced, resolved(options), memo), source)
     return Pipeline(compiled, source, memo(Compiler, options.runs.compiles))

@@ -34,6 +34,7 @@ from zbfx.trace.signature import Signature
 from zbfx.trace.source import Source
 from zbfx.trace.symbols import Dimension, GuardBroken, Numbers, Shapes, Sizes, changed_dimensions
 from zbfx.trace.tracer import trace
+from zbfx.verify import verified
 
 REPLAN_S = 1.0  # seconds to search for the schedule of a further shape
 
@@ -174,12 +175,12 @@ def signature_of(pipe: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any])
 def restaged(pipe: Compiled, raw: Joint, evaluation: bool) -> tuple[Stage, ...]:
     """The stages of another graph of the model, each with the operations and parameters of the pipeline's."""
     placement = pipe.placement
-    joint = canonicalize(forward_only(raw) if evaluation else raw)
+    joint = verified(canonicalize, forward_only(raw) if evaluation else raw)
     placed = place_same(joint, canonicalize(pipe.joint), [stage.start for stage in pipe.stages[1:]])
     if placed is None:
         # Where the loss arises, the chain of an optimizer step without a barrier ends.
         placed = place_like(joint, owners(pipe.stages), len(placement), loss_phase(pipe.stages).stage)
-    stages = extract(split(placed))
+    stages = verified(extract, verified(split, placed))
     refuse_moved_parameters(pipe.stages, stages, placement)
     return stages
 
