@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 REMAINING: Mapping[str, tuple[str, ...]] = {
-    "every file has a room": ("tests/layers.py: verify is a room without files",),
     "no circle of imports": (
         "zbfx/optim/origin.py: is in a circle of imports with optim.pending, optim.post_validated",
     ),
@@ -16,7 +15,6 @@ REMAINING: Mapping[str, tuple[str, ...]] = {
     ),
     "a name is defined once": (
         "zbfx/runtime/captured.py: defines T, as do runtime.engine, runtime.one_of_many, runtime.ranks, runtime.step",
-        "zbfx/check.py: defines check, as do timing.validity",
         "zbfx/cli_check.py: defines load, as do runtime.loading",
     ),
     "no behaviour by names": (
@@ -24,9 +22,6 @@ REMAINING: Mapping[str, tuple[str, ...]] = {
         "zbfx/optim/inverse.py: compares names, for no reason in the table: rollback == 'arithmetic'",
         "zbfx/optim/post_validated.py: compares names, for no reason in the table: self.rollback != 'arithmetic'",
         "zbfx/optim/post_validated.py: compares names, for no reason in the table: self.rollback == 'arithmetic'",
-        "zbfx/options.py: compares names, for no reason in the table: schedule == 'interleaved-1f1b'",
-        "zbfx/options.py: compares names, for no reason in the table: schedule in V_SCHEDULES",
-        "zbfx/options.py: compares names, for no reason in the table: schedule in LINEAR_SCHEDULES",
         "zbfx/runtime/one_of_many.py: compares names, for no reason in the table: 'gradient' in text",
         "zbfx/runtime/step.py: compares names, for no reason in the table: self.fault == CLOSED",
         "zbfx/selfcheck.py: compares names, for no reason in the table: choice == 'auto'",
