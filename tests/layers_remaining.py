@@ -16,7 +16,6 @@ REMAINING: Mapping[str, tuple[str, ...]] = {
     ),
     "a name is defined once": (
         "zbfx/runtime/captured.py: defines T, as do runtime.engine, runtime.one_of_many, runtime.ranks, runtime.step",
-        "zbfx/check.py: defines check, as do timing.validity",
         "zbfx/cli_check.py: defines load, as do runtime.loading",
     ),
     "no behaviour by names": (
