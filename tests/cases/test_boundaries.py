@@ -122,7 +122,7 @@ class Tied(nn.Module):
 def test_case_36_tied_weights_over_stages() -> None:
     problem = Problem(Tied(), token_loss, (ids(6, 3, vocabulary=8),), (ids(6, 3, vocabulary=8, seed=2),))
     pipe = check(problem, (2, 3))
-    (shared,) = pipe.shared_gradients
+    (shared,) = pipe.compiled.shared_gradients
     assert (shared.name, shared.holders) == ("tokens.weight", (0, 2))
     assert [name for name, _ in pipe.run_local().named_parameters()].count("tokens.weight") == 1
     step = pipe.run_local()
@@ -132,7 +132,7 @@ def test_case_36_tied_weights_over_stages() -> None:
     expected = nn.utils.get_total_norm(g for g in reference(problem, 3)[1].values() if g is not None)
     torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=0)
     pipe = check(problem, 2, schedule="zb-v")  # first and last stage share a rank: nothing to exchange
-    assert {holders for g in pipe.shared_gradients for holders in [g.holders]} <= {(0,)}
+    assert {holders for g in pipe.compiled.shared_gradients for holders in [g.holders]} <= {(0,)}
     assert not any("tokens.weight" in m.names for m in activations(pipe))
 
 
@@ -163,7 +163,7 @@ def test_case_38_hooks_on_activations_act_once_per_microbatch() -> None:
     sizes = set()
     for _ in range(5):
         step(*problem.inputs)
-        sizes.add(len(step.mailbox) + sum(len(vars(r.transport)["posted"]) for r in step.engine.runners))
+        sizes.add(len(step.ranks.mailbox) + sum(len(vars(r.transport)["posted"]) for r in step.engine.runners))
     for name, parameter in problem.model.named_parameters():
         torch.testing.assert_close(parameter.grad, 5 * expected[name], rtol=1e-10, atol=0)  # type: ignore[operator]
     assert sizes == {0}  # no received buffer outlives its step

@@ -238,7 +238,7 @@ def test_case_51_loss_is_returned_wherever_it_arises(schedule: str) -> None:
     loss."""
     problem = Problem(layers(4), squares, (numbers(6, WIDTH),))
     pipe = check(problem, 2, schedule=schedule)
-    assert pipe.loss_rank == (0 if schedule == "zb-v" else 1)
+    assert pipe.compiled.loss_rank == (0 if schedule == "zb-v" else 1)
     loss: Any = pipe.run_local()(*problem.inputs)
     assert loss.item() == pytest.approx(reference(problem, 3)[0].item(), rel=TOLERANCE)
     assert not loss.requires_grad
