@@ -252,3 +252,38 @@ def accumulated(whole: Problem, step: Any, problem: Problem) -> dict[str, Any]:
     for _, parameter in step.named_parameters():
         parameter.grad = None
     return {"losses": losses, "kept": kept, "error": max(twice), "expected": alone(whole, 1)["losses"][0]}
+
+
+def named_schedules(rank: int, *names: str) -> dict[str, list[float]]:
+    """By the name of the user's schedule function: per shape of the batch, how far gradients are from one process's."""
+    found: dict[str, list[float]] = {}
+    with in_double_precision():
+        for name in names:
+
+            def order(_: Any, microbatches: int) -> list[str]:
+                return [" ".join(f"F0.{k} B0.{k} W0.{k}" for k in range(microbatches))]
+
+            order.__name__ = name
+            torch.manual_seed(0)
+            model, inputs = torch.nn.Linear(4, 3), torch.randn(2, 8, 4)
+            pipe = zbfx.compile(
+                copy.deepcopy(model),
+                stages=1,
+                microbatches=2,
+                schedule=order,
+                loss_fn=torch.Tensor.mean,
+                example_inputs=(inputs[0, :4],),
+                check=False,
+            )
+            step = pipe.bind(mesh_of(2, 1), on_new_shape="recompile")
+            found[name] = []
+            for rows in (8, 4):
+                pipe.model.zero_grad()
+                model.zero_grad()
+                step(inputs[rank, :rows])
+                model(inputs[:, :rows].reshape(-1, 4)).mean().backward()
+                assert model.weight.grad is not None
+                own = pipe.model.get_parameter("weight").grad
+                found[name].append(1.0 if own is None else float((own - model.weight.grad).abs().max()))
+            step.close()
+    return found

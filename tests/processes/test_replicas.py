@@ -73,6 +73,14 @@ def test_gradients_of_several_steps_add_up_after_the_reduction(launch: Launch) -
         assert found["accumulated"]["losses"] == pytest.approx([found["accumulated"]["expected"]] * 4, rel=1e-12)
 
 
+def test_a_schedule_trains_whatever_its_name(launch: Launch) -> None:
+    """A further shape is planned with the user's function: no name of it turns training off."""
+    names = ("forward", "evaluate", "F", "one by one")
+    for found in launch(2, worker.named_schedules, *names).values():
+        assert found.keys() == set(names)
+        assert all(error < 1e-15 for errors in found.values() for error in errors), found
+
+
 def test_processes_that_are_no_pipeline_need_a_mesh(launch: Launch) -> None:
     for message in refusals(launch(4, worker.refusals_of_bind), "no mesh", "ZbfxError"):
         assert "the pipeline has 2 ranks, torch.distributed has 4" in message
