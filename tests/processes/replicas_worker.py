@@ -257,7 +257,7 @@ def accumulated(whole: Problem, step: Any, problem: Problem) -> dict[str, Any]:
 def named_schedules(rank: int, *names: str) -> dict[str, list[float]]:
     """By the name of the user's schedule function: per shape of the batch, how far gradients are from one process's."""
     found: dict[str, list[float]] = {}
-    with in_double_precision():
+    with default_dtype(torch.float64):
         for name in names:
 
             def order(_: Any, microbatches: int) -> list[str]:
