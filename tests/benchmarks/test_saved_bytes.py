@@ -10,6 +10,8 @@ import pytest
 
 from benchmarks.memory.saved_bytes import main
 
+pytestmark = [pytest.mark.slow, pytest.mark.transformers]
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, int], dict[str, Any]]:

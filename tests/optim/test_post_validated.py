@@ -78,6 +78,7 @@ CASES = [(r, c, dtype, k) for k, (r, c) in enumerate(CAUSES) for dtype in (torch
 CASES += [(3, 1, dtype, k) for k in range(len(NAMES)) for dtype in (torch.float32, torch.bfloat16)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "cause", "dtype", "index"), CASES)
 def test_thirty_steps_equal_the_barrier_in_bits(ranks: int, cause: int, dtype: torch.dtype, index: int) -> None:
     """With a learning rate that changes between a step and its verdict."""
@@ -110,6 +111,7 @@ def test_thirty_steps_by_arithmetic_stay_within_the_bound(name: str, dtype: torc
             assert error <= DRIFT[dtype] * number.double().abs().max(), (key, kind, float(error))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("early", range(16))
 @pytest.mark.parametrize("kind", ["clean", "clip", "skip"])
 def test_every_subset_of_ranks_that_stepped_early(early: int, kind: str) -> None:

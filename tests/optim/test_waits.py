@@ -161,6 +161,7 @@ def validated(far: int, schedule: str) -> tuple[Compiled, Chain]:
     return pipe.compiled.validated(order, 1), chain_of(pipe.schedule, messages, order, layout, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("far", [0, 5])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h2", "interleaved-1f1b", "zb-v-order", "v-half"])
 @pytest.mark.parametrize("captured", [False, True])

@@ -50,8 +50,8 @@ def ready(problem: Problem, pipe: zbfx.Pipeline, **options: Any) -> tuple[Step, 
     return step, batch
 
 
-@quick
 def first_call(rank: int) -> dict[str, Any]:
+    """What is compared at once comes before anything that the watch says."""
     problem, pipe = small()
     step, batch = pipe.bind(), (*problem.inputs, *problem.targets)
     return refusal(lambda: (step.evaluate if rank == 1 else step)(*batch))

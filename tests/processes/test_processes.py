@@ -118,7 +118,7 @@ def test_another_plan_is_refused_on_every_rank(launch: Launch, case: str, rank: 
 
 
 DISAGREEMENTS = {
-    "other options": "timeout_s is 600.0 on rank 0, 60.0 on rank 1; on_nonfinite is 'keep' on rank 0, 'drop' on rank 1",
+    "other options": "on_nonfinite is 'keep' on rank 0, 'drop' on rank 1; timeout_s is 600.0 on rank 0, 60.0 on rank 1",
     "unknown option": "on_nonfinite is one of ('keep', 'drop', 'raise'); found 'dorp'",
     "other arguments": "check is False on rank 0, True on rank 3",
     "other calls": "rank 0 is at compile (the trace), rank 1 is at bind, rank 2 is at bind, rank 3 is at bind",

@@ -127,6 +127,7 @@ def test_gradients_that_cannot_be_added_to(gradient: Tensor, found: str) -> None
     assert step.count == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "found", "way_out"), CHANGES.values(), ids=CHANGES.keys())
 @pytest.mark.parametrize("evaluates", [False, True], ids=["step", "evaluate"])
 def test_changes_after_the_first_step(
