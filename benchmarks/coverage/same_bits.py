@@ -35,9 +35,13 @@ def started(checkout: Path, folder: Path, chosen: Sequence[str]) -> subprocess.P
     library.mkdir(parents=True)
     results.mkdir()
     (library / "zbfx").symlink_to(checkout.resolve() / "zbfx")
-    path = os.pathsep.join((str(library), str(ROOT)))
+    settings = {
+        "PYTHONPATH": os.pathsep.join((str(library), str(ROOT))),
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),  # kernels of another run would be neither's
+    }
     command = [sys.executable, "-m", "benchmarks.coverage.bits_runs", str(results), *chosen]
-    return subprocess.Popen(command, cwd=library, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+    return subprocess.Popen(command, cwd=library, env=os.environ | settings)
 
 
 def read(path: Path) -> Results:
