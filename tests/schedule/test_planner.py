@@ -70,6 +70,7 @@ def test_auto_chooses_the_placement() -> None:
     assert any(note.startswith("zb-v-order:") for note in found.notes)
 
 
+@pytest.mark.solver
 def test_unequal_stages() -> None:
     """Never worse than a handmade schedule that fits; nearly always proven optimal."""
     gaps = []
