@@ -46,6 +46,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/_torch.py": (
             "getattr(operator, 'namespace', None) in COLLECTIVE_NAMESPACES",
             "description.attr == '_local_tensor'",
+            "argument.name == 'group_name'",
         ),
         "zbfx/optim/pending.py": ("key != 'params'",),
         "zbfx/trace/guard.py": ("name != 'training'",),

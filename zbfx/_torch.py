@@ -247,6 +247,14 @@ def is_collective(operator: Any) -> bool:
     return getattr(operator, "namespace", None) in COLLECTIVE_NAMESPACES
 
 
+def group_arguments(operator: Any) -> set[int | str]:
+    """The positions and names of the arguments of a collective operator that name a group of processes."""
+    if not is_collective(operator):
+        return set()
+    named = enumerate(operator._schema.arguments)
+    return {place for index, argument in named if argument.name == "group_name" for place in (index, argument.name)}
+
+
 def version_of(tensor: Tensor) -> int:
     """How often a tensor, or another on its memory, was written in place; inference tensors have no count."""
     return tensor._version

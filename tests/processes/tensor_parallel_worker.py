@@ -13,8 +13,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import zbfx
 from tests.processes.replicas_worker import STEPS, M, alone, in_double_precision, part
 from tests.processes.worker import refusal, train
-from tests.support.models import Problem, llama
+from tests.support.models import Problem, gpt2, llama, mlp
 from tests.support.reference import compiled, relative_error
+from zbfx.runtime.digest import digest
 
 PLAN = {
     **{f"self_attn.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")},
@@ -57,6 +58,14 @@ def compiled_alone(rank: int) -> dict[str, Any]:
         kind.value: str(phase.module.code).count("all_reduce") for kind, phase in pipe.stages[0].phases.items()
     }
     return results
+
+
+@in_double_precision
+def digests(rank: int) -> dict[str, dict[str, str]]:
+    whole, mesh = distributed()
+    pipes = {"sharded": compiled(part(whole, mesh.get_local_rank("dp"), 2), 2, M)}
+    pipes |= {make.__name__: compiled(part(make(2 * M), 0, 2), 2, M) for make in (mlp, gpt2)}
+    return {name: digest(pipe.replicated(2).compiled) for name, pipe in pipes.items()}
 
 
 @in_double_precision

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.processes.tensor_parallel_worker import compiled_alone, two_by_two_by_two
+from tests.processes.tensor_parallel_worker import compiled_alone, digests, two_by_two_by_two
 from tests.processes.test_processes import refusals
 from tests.support.pool import Launch
 
 
-@pytest.mark.xfail(
-    raises=AssertionError,
-    reason="bind refuses ranks whose hashes of strings differ, as other plans: what differs: the model or its loss",
-)
 def test_losses_and_gradients_equal_plain_autograd(launch: Launch) -> None:
     for found in launch(8, two_by_two_by_two).values():
         assert found["sharded"] == 14, "seven matrices in each of this rank's two layers"
@@ -34,3 +30,13 @@ def test_what_runs_in_one_process_is_refused(launch: Launch) -> None:
         assert "use costs='estimate' or a CostTable" in message
     for message in refusals(results, "check", "ZbfxError"):
         assert "before its parameters are distributed" in message
+
+
+def test_digests_are_those_of_the_plan_alone(launch: Launch) -> None:
+    """In processes that were started, with other addresses, hashes of strings and groups to shard over: of one shard,
+    all ranks of all replicas have equal digests, of every part; and other models have others."""
+    found = launch(8, digests)
+    for shard in (0, 1):
+        ranks = [found[rank] for rank in found if rank % 2 == shard]
+        assert all(ranks[0] == other for other in ranks[1:])
+    assert len({digest["the model or its loss"] for digest in found[0].values()}) == len(found[0])

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zbfx.errors import SAME_CALLS, PipelineFault, ZbfxError, listed
+from zbfx.spelled import spelled
 
 
 def is_alone() -> bool:
@@ -85,7 +86,7 @@ def agreed(
         result = work()
     except ZbfxError as error:
         refusal = error
-    own = {name: repr(value) for name, value in arguments.items()}
+    own = {name: spelled(value) for name, value in arguments.items()}
     answers = gather((None if refusal is None else str(refusal), own))
     refuse_other_arguments(what, [found for _, found in answers], names)
     if refusal is not None:

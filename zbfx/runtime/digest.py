@@ -3,43 +3,47 @@
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 
-from torch import Tensor
+from torch import fx
 
+from zbfx import _torch
 from zbfx.compiled import Compiled
-from zbfx.graphs import Joint
+from zbfx.spelled import spelled
 
 
 def digest(pipe: Compiled) -> dict[str, str]:
     """All equal where the plans are. What the programs are made from comes first, to tell where a difference begins."""
-    phases = [phase.module.code for stage in pipe.stages for phase in stage.phases.values()]
-    programs = [program.code for program in pipe.programs]
-    programs += [str(message) for program in pipe.programs for message in program.messages.values()]
+    phases = [phase.module.graph for stage in pipe.stages for phase in stage.phases.values()]
+    programs = [program.module.graph for program in pipe.programs]
+    messages = [message for program in pipe.programs for message in program.messages.values()]
+    joint = pipe.joint
     return {
-        "the model or its loss": hashed(described(pipe.joint)),
-        "the shapes or dtypes of the example microbatch": hashed([str(pipe.signature.tensors)]),
-        "microbatches": hashed([str(pipe.reduction.microbatches)]),
-        "loss_reduction": hashed([pipe.reduction.name]),
-        "the stages": hashed(phases),
-        "their placement": hashed([str(pipe.placement)]),
+        "the model or its loss": hashed([*lines(joint.graph), spelled([joint.inputs, joint.outputs])]),
+        "the shapes or dtypes of the example microbatch": hashed([spelled(pipe.signature.tensors)]),
+        "microbatches": hashed([spelled(pipe.reduction.microbatches)]),
+        "loss_reduction": hashed([spelled(pipe.reduction.name)]),
+        "the stages": hashed(line for graph in phases for line in lines(graph)),
+        "their placement": hashed([spelled(pipe.placement)]),
         "the schedule": hashed([str(pipe.schedule.ranks)]),
-        "the programs": hashed(programs),
+        "the programs": hashed([*(line for graph in programs for line in lines(graph)), *map(spelled, messages)]),
     }
 
 
-def described(joint: Joint) -> list[str]:
-    """The nodes of a graph, and the shapes and dtypes of its inputs."""
-    lines = [f"{node.name} = {node.target} {node.args} {node.kwargs}\n" for node in joint.graph.nodes]
-    for node in joint.graph.find_nodes(op="placeholder"):
-        value = node.meta.get("val")
-        lines += [f"{node.name}: {tuple(value.shape)} {value.dtype}\n"] if isinstance(value, Tensor) else []
-    return lines + [str(port) for port in (*joint.inputs, *joint.outputs)]
+def lines(graph: fx.Graph) -> Iterator[str]:
+    """The nodes of a graph, with the shapes and dtypes of its inputs. Sharded ranks of a stage name groups of their
+    own, which are left out."""
+    inputs = {node: node.meta.get("val") for node in graph.find_nodes(op="placeholder")}
+    for node in graph.nodes:
+        target, args = (node.args[0], node.args[1:]) if node.target is _torch.waited else (node.target, node.args)
+        own = _torch.group_arguments(target)
+        told = [arg for index, arg in enumerate(args) if index not in own]
+        named = {name: arg for name, arg in node.kwargs.items() if name not in own}
+        yield f"{node.op} {node.name} {spelled(target)} {spelled(told)} {spelled(named)} {spelled(inputs.get(node))}"
 
 
-def hashed(texts: Sequence[str]) -> str:
-    """A hash of what graphs say, apart from what each rank has of its own."""
-    anywhere = re.sub(r"index=\d+", "index", "".join(texts))  # its device
-    anywhere = re.sub(r"(_c10d_functional\.[^\n]*), '\d+'\)", r"\1)", anywhere)  # and groups to shard over
-    return hashlib.sha256(anywhere.encode()).hexdigest()
+def hashed(texts: Iterable[str]) -> str:
+    found = hashlib.sha256()
+    for text in texts:
+        found.update(f"{text}\n".encode())
+    return found.hexdigest()
