@@ -3,8 +3,7 @@
 Takes   the graph of a phase, in which `add_` adds each contribution to the gradient of a parameter.
 Gives   a copy in which `add_(gradient, mm(a, b))` is `addmm_(gradient, a, b)`. The product needs no memory of its own,
         and no second pass over the gradient. Transposes between product and sum move to the factors.
-Raises  nothing.
-Source  gemm of BLAS, which computes C := A B + C.
+Raises  nothing. Source: gemm of BLAS, which computes C := A B + C.
 """
 
 from __future__ import annotations

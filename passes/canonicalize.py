@@ -3,20 +3,17 @@
 Takes   a joint graph as the tracer wrote it.
 Gives   a joint graph with the loss, gradients and buffer updates of the first, of which holds:
         1. No node is an identity, like `detach`, `alias`, or a slice that leaves nothing out.
-        2. A buffer that the model writes is read once, through a clone, and written after that. Later microbatches
-           cannot change what was read.
-        3. A parameter's gradient is listed as its separate contributions, not as their sum. Each contribution belongs
-           to one stage.
+        2. A buffer that the model writes is read once, through a clone that no later microbatch changes, then written.
+        3. A parameter's gradient is listed as its separate contributions, each of one stage, not as their sum.
         4. A fused backward node that computes two expensive gradients, of its input and of parameters, becomes two.
         5. A node of its own computes each output, and no more memory stays with an output than its value takes.
         6. Every node serves an output.
         7. A node that writes into a part of a tensor copies that tensor alone, not the memory that the tensor is a view
            of. A sum of patches (`fold`) does not keep the memory of the patches.
         8. Every node has a fake value; a check of values, which has no result, has None.
-        9. The graph holds for any strides. Some operators (batch norm, the backward of a mean squared error) give
-           other strides than their fake versions say.
-Raises  `TraceError` for a collective, where no parameter is sharded: a stage runs on one rank, and no other rank would
-        join. `TraceError` for an embedding with a sparse gradient.
+        9. The graph holds for any strides: some operators (like batch norm) give others than their fake versions say.
+Raises  `TraceError` for a collective without sharded parameters, which no other rank would join, and for an embedding
+        with a sparse gradient.
 Source  ours. Contributions are told by a mark that autograd leaves on its additions (`GRADIENT_ADDITION_MARK`).
 """
 
@@ -291,9 +288,8 @@ def make_dense(node: fx.Node, position: int) -> None:
     source = node.args[position]
     assert isinstance(source, fx.Node)
     fake = source.meta["val"]
-    formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
-    ranks = (None, 4, 5)
-    for layout, rank in zip(formats, ranks, strict=True):
+    ranks = {torch.contiguous_format: None, torch.channels_last: 4, torch.channels_last_3d: 5}
+    for layout, rank in ranks.items():
         if rank in (None, fake.ndim) and fake.is_contiguous(memory_format=layout) and source.op == "call_function":
             with node.graph.inserting_before(node):
                 dense = node.graph.call_function(aten.contiguous.default, (source,), {"memory_format": layout})

@@ -2,10 +2,9 @@
 
 Takes   a phase, and in `part_of` the names of the parameters whose gradients a part makes.
 Gives   `inseparable`: the parameters in groups whose gradients have no computed value in common, views aside.
-        `part_of`: a phase for some of these groups. Run one after the other for all microbatches, parts give the bits
-        of the whole phase: they compute the same values and add them in the same order.
-Raises  nothing.
-Source  appendix A of the paper.
+        `part_of`: a phase for some groups. Run one after the other for all microbatches, parts give the bits of the
+        whole phase.
+Raises  nothing. Source: appendix A of the paper.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Split -> Stages: the F, B and W of every stage as graphs of their own, with their calling conventions.
 
 Takes   a split joint graph.
-Gives   a `Stage` for each stage. Each phase computes its own nodes. It also computes, once more, what is not worth
-        keeping: nodes without a stage (views of parameters, masks made of inputs), and views of values of an earlier
-        phase of the stage. Everything else that it reads crosses: it is a result of another phase.
-Raises  `ZbfxError` where a stage would wait for a stage that waits for it.
-Source  ours. torch's AOTAutograd cuts a joint graph into two graphs in this way.
+Gives   a `Stage` for each stage. A phase computes its own nodes, and once more what is not worth keeping: nodes without
+        a stage, and views of values of an earlier phase of the stage. Whatever else it reads is a result of another
+        phase.
+Raises  `ZbfxError` where a stage would wait for a stage that waits for it. Source: ours; AOTAutograd of torch cuts
+        likewise.
 """
 
 from __future__ import annotations

@@ -39,9 +39,8 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return is_view(node.args[0])
     schema = _torch.schema_of(node.target)
-    if schema is None or not schema.arguments or schema.arguments[0].alias_info is None:
-        return False
-    return not schema.arguments[0].alias_info.is_write
+    alias = schema.arguments[0].alias_info if schema is not None and schema.arguments else None
+    return alias is not None and not alias.is_write
 
 
 def is_random(node: fx.Node) -> bool:
@@ -91,11 +90,8 @@ def flops(node: fx.Node, size: Callable[[Any], Any] = hint) -> Any:
 
 def tensors(value: Any) -> Iterable[Tensor]:
     """The tensors of a node's value, which is a tensor, or a tuple or list with tensors in it."""
-    if isinstance(value, Tensor):
-        return (value,)
-    if isinstance(value, tuple | list):
-        return [entry for entry in value if isinstance(entry, Tensor)]
-    return ()
+    entries = value if isinstance(value, tuple | list) else (value,)
+    return [entry for entry in entries if isinstance(entry, Tensor)]
 
 
 def value_bytes(node: fx.Node, size: Callable[[Any], Any] = hint) -> Any:

@@ -1,15 +1,14 @@
 """Joint -> Placed: a stage for every node, with cuts where stages are balanced and little crosses.
 
 Takes   a canonical joint graph, the rank of each stage, an estimate of each node's seconds, and the speed of messages.
-Gives   the joint graph with a stage for each node. The cuts are the shortest path in a graph of cut positions, with one
-        edge for each stage. Of all cuts, those whose heaviest stage takes at most `STAGE_SLACK` times the least
-        possible remain; of these, those with the fewest bytes crossing; of these, the most even ones. A stage weighs
-        what its work takes, or what its messages take where that is more. Where ranks hold several stages, cuts then
-        move to relieve the heaviest rank.
-Raises  `ZbfxError` where that many stages cannot be cut, where cuts are named that cannot be made, and where a graph
-        runs its parts in another order than the one that it is to be placed like.
-Source  contiguous stages by dynamic programming over the last stage, as in PipeDream (Narayanan et al. 2019); the
-        shortest path is networkx's.
+Gives   the joint graph with a stage for each node. Of all cuts, those whose heaviest stage takes at most `STAGE_SLACK`
+        times the least possible remain; of these, those with the fewest bytes crossing; of these, the most even ones. A
+        stage weighs what its work takes, or what its messages take where that is more. Where ranks hold several stages,
+        cuts then move to relieve the heaviest rank.
+Raises  `ZbfxError` where stages or named cuts cannot be cut, and for another order of parts than that of the graph to
+        follow.
+Source  contiguous stages, as in PipeDream (Narayanan et al. 2019), by networkx's shortest path through the cut
+        positions.
 """
 
 from __future__ import annotations
@@ -43,11 +42,9 @@ def partition(
     bytes_per_s: float,
     cuts: Sequence[str] | None = None,
 ) -> Placed:
-    """Cut a canonical joint graph into as many stages as `placement` has entries, the ranks of the stages.
-
-    `seconds` estimates a node, `bytes_per_s` is the speed at which values cross a cut. `cuts` names the submodules that
-    begin the second stage, the third, and so on, and replaces the search.
-    """
+    """Cut a canonical joint graph into as many stages as `placement` has entries, the ranks of the stages. `seconds`
+    estimates a node, `bytes_per_s` is the speed at which values cross a cut. `cuts` names the submodules that begin the
+    second stage, the third, and so on, and replaces the search."""
     line, stage_count = line_up(joint), len(placement)
     if cuts is None:
         starts = balanced_cuts(joint, line, placement, seconds, bytes_per_s)
@@ -106,11 +103,10 @@ def place_like(
     Each node goes to the earliest stage that owns all that the node reads, and is no earlier than the stage of the node
     before it; the loss goes to `loss_stage` or later. A buffer that the graph only reads may be read in a later stage
     than its owners: an owner then makes a copy of it to pass on. In evaluation, models only read what training writes.
-    Raises `ZbfxError` if no such stage is left for a node.
-    """
+    Raises `ZbfxError` if no such stage is left for a node."""
     line = line_up(joint)
     ports = joint.input_ports()
-    losses = {v for v, p in zip(joint.output_values, joint.outputs, strict=True) if p.role is Role.LOSS}
+    losses = joint.outputs_of(Role.LOSS)
     stage, stages = 0, list[int]()
     for node in line.forward:
         if node in losses and loss_stage is not None:
@@ -284,12 +280,11 @@ def cheapest_path(
 
 def least_heaviest(ends: Sequence[int], stage_count: int, stage_s: Callable[[int, int], float]) -> float:
     """The least possible time of the heaviest of `stage_count` stages, by dynamic programming over the last stage."""
-    positions = numpy.array(ends)
     count = len(ends)
     cost = numpy.full((count, count), numpy.inf)
     for i in range(count):
         for j in range(i + 1, count):
-            cost[i, j] = stage_s(int(positions[i]), int(positions[j]))
+            cost[i, j] = stage_s(ends[i], ends[j])
     best = cost[0]
     for _ in range(stage_count - 1):
         best = numpy.min(numpy.maximum(best[:, None], cost), axis=0)

@@ -1,13 +1,13 @@
 """Joint -> Line: where every node of a joint graph sits along the model, before anything is cut.
 
 Takes   a canonical joint graph.
-Gives   a `Line`: the forward nodes that compute activations, in graph order, and a position for each node. A cut falls
-        between two of these nodes. A backward node has the position of the forward node that it differentiates.
-        What is made of parameters by views and casts alone, or of inputs and constants alone, has no position: every
-        stage makes it for itself.
+Gives   a `Line`: the forward nodes that compute activations, in graph order, and a position for each node: for a
+        backward node that of the forward node that it differentiates. A cut falls between two positions. What is made
+        of parameters by views and casts alone, or of inputs and constants alone, has none: every stage makes it for
+        itself.
 Raises  `TraceError` where checkpointing repeats one of several random draws from one value: which one cannot be told.
-Source  ours. Forward and backward nodes are paired by the sequence numbers of autograd (`seq_nr`), and nodes that
-        recompute with those that they repeat by value numbering.
+Source  ours: sequence numbers of autograd (`seq_nr`) pair forward and backward, value numbering finds what is
+        recomputed.
 """
 
 from __future__ import annotations
@@ -38,20 +38,17 @@ def line_up(joint: Joint) -> Line:
     everywhere = [node for node in calls if node in floating]
     original = recomputed(forward, [node for node in backward if node not in gradients], everywhere)
     partner = {node.meta.get("seq_nr"): position[node] for node in forward}
+    last = len(forward) - 1
     for node in backward:
         if node in gradients:
             after = [position[source] for source in node.all_input_nodes if source in gradients and source in position]
-            own = None if is_gradient_addition(node) else partner.get(node.meta.get("seq_nr"))
-            position[node] = min(
-                [len(forward) - 1 if own is None else own, *after, *saved_for(node, original, position)]
-            )
+            own = last if is_gradient_addition(node) else partner.get(node.meta.get("seq_nr"), last)
+            position[node] = min([own, *after, *saved_for(node, original, position)])
         elif node in original:
             position[node] = position[original[node]]
     for node in reversed(backward):
         if node not in position and node.target is not operator.getitem:
-            position[node] = max(
-                (position[user] for user in readers(node) if user in position), default=len(forward) - 1
-            )
+            position[node] = max((position[user] for user in readers(node) if user in position), default=last)
     for node in backward:
         if node not in position:
             position[node] = position[node.args[0]]  # an entry is where its tuple is
@@ -95,12 +92,7 @@ def without_position(joint: Joint, gradients: set[fx.Node]) -> set[fx.Node]:
         sources = node.all_input_nodes
         if node.op != "call_function" or node in gradients or is_random(node) or flop_formula(node) is not None:
             continue
-        if (
-            node in updates
-            or IS_PLACED in node.meta
-            or not node.users
-            or not all(source in kinds for source in sources)
-        ):
+        if node in updates or IS_PLACED in node.meta or not node.users or not kinds.keys() >= set(sources):
             continue
         kind = set[Role]().union(*(kinds[source] for source in sources))
         if kind <= {Role.INPUT} or (kind == {Role.PARAMETER} and (is_view(node) or node.target is _torch.CAST)):
@@ -113,10 +105,8 @@ def recomputed(
     forward: tuple[fx.Node, ...], repeats: list[fx.Node], everywhere: list[fx.Node]
 ) -> dict[fx.Node, fx.Node]:
     """Match the nodes that repeat a part of the forward (activation checkpointing) with the nodes that they repeat.
-
     This is value numbering: of nodes with one op on equal values, the k-th of `repeats` repeats the k-th of `forward`.
-    Nodes without a position (`everywhere`) count as one value where they compute the same.
-    """
+    Nodes without a position (`everywhere`) count as one value where they compute the same."""
     pool: dict[str, list[fx.Node]] = defaultdict(list)
     original: dict[fx.Node, fx.Node] = {}
     first: dict[str, fx.Node] = {}

@@ -1,15 +1,12 @@
 """Split -> Split that holds less between F, B and W, and computes more: the cut as a minimum cut.
 
 Takes   a split joint graph, and for each stage a level: what of its forward may be computed again.
-Gives   the split with copies of forward nodes in B and W, each right before its first reader. Of what B and W read
-        of F, each value is either saved by F or computed again from saved values. The cheapest choice is a minimum cut.
-        Saving costs the bytes of a storage, computing again the bytes that the op reads and writes; one held byte
-        costs as much as `MOVED_PER_HELD_BYTE` moved ones. A value that B reads is computed again in B, and held from
-        there if W reads it too. A value that only W reads is computed again in B or in W, as a second cut finds: so
-        that less is held between the two. Each value is computed again at most once.
-Raises  nothing.
-Source  the min-cut partitioner of torch's AOTAutograd, with three phases in place of two; segments as in Chen et al.
-        2016 ("Training Deep Nets with Sublinear Memory Cost"). The cut is networkx's.
+Gives   the split with copies of forward nodes in B and W, each right before its first reader. Of what B and W read of
+        F, each value is saved by F or computed again, as a minimum cut finds: saving costs the bytes of a storage,
+        `MOVED_PER_HELD_BYTE` times, computing again the bytes that the op reads and writes. A value that B reads is
+        computed again in B, and held from there if W reads it too; a second cut decides where one is that only W reads.
+Raises  nothing. Source: the min-cut partitioner of AOTAutograd, here for three phases, with the cut of networkx;
+        segments as in Chen et al. 2016 ("Training Deep Nets with Sublinear Memory Cost").
 
 Never computed again: reads of buffers that the model writes, and random ops where no generator can be set.
 
@@ -26,8 +23,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from math import sqrt
-from typing import Any
+from math import inf, sqrt
 
 import networkx
 from networkx.algorithms.flow import boykov_kolmogorov
@@ -52,11 +48,9 @@ LEVELS = tuple(Level)
 
 
 def recompute(split: Split, levels: Sequence[Level], *, in_flight: int, random: bool) -> Split:
-    """The split with copies of forward nodes in B and W, for each stage as its level says.
-
-    `in_flight` is the number of microbatches that a stage holds at a time, by which `full` chooses the size of its
-    segments. `random` says whether random ops may be repeated.
-    """
+    """The split with copies of forward nodes in B and W, for each stage as its level says. `in_flight` is the number of
+    microbatches that a stage holds at a time, by which `full` chooses the size of its segments. `random` says whether
+    random ops may be repeated."""
     if all(level is Level.NONE for level in levels):
         return split
     split = copy_split(split)
@@ -121,11 +115,11 @@ class StageNodes:
 def repeat_in_backward(split: Split, nodes: StageNodes, may_repeat: Callable[[fx.Node], bool]) -> Split:
     """Put copies of forward nodes into B and W of one stage, as two minimum cuts choose."""
     for_b, for_w = nodes.read_by({Kind.B}), nodes.read_by({Kind.W})
-    chosen = cheapest_repeats(for_b | for_w, lambda n: moved_bytes(n) if may_repeat(n) else None, nodes)
+    chosen = cheapest_repeats(for_b | for_w, lambda n: moved_bytes(n) if may_repeat(n) else inf, nodes)
     in_b = closure(for_b, chosen)
     later = closure(for_w, chosen) - in_b
     # All of `later` is computed again, in B or in W: the second cut weighs only what is held between the two.
-    in_w = closure(for_w, cheapest_repeats(for_w, lambda n: 0 if n in later else None, nodes)) & later
+    in_w = closure(for_w, cheapest_repeats(for_w, lambda n: 0 if n in later else inf, nodes)) & later
     in_b = closure(in_b | (later - in_w), chosen)
     kind_of = dict.fromkeys(in_w - in_b, Kind.W) | dict.fromkeys(in_b, Kind.B)
     return insert_copies(split, nodes, kind_of)
@@ -150,14 +144,10 @@ class Point:
     is_there: bool
 
 
-def cheapest_repeats(
-    needed: Set[fx.Node], repeat_cost: Callable[[fx.Node], int | None], nodes: StageNodes
-) -> set[fx.Node]:
-    """Which forward nodes to compute again for `needed` at the least cost of saving and computing.
-
-    Every node is an edge between its two points. To cut that edge is to save the value. To cut the edge from the source
-    to the first point is to compute the node again, which costs `repeat_cost` (None: impossible) and needs its inputs.
-    """
+def cheapest_repeats(needed: Set[fx.Node], repeat_cost: Callable[[fx.Node], float], nodes: StageNodes) -> set[fx.Node]:
+    """Which forward nodes to compute again for `needed` at the least cost of saving and computing. Every node is an
+    edge between its two points. To cut that edge is to save the value. To cut the edge from the source to the first
+    point is to compute the node again, which costs `repeat_cost` (infinite: impossible) and needs its inputs."""
     network = networkx.DiGraph()
     network.add_nodes_from(("source", "sink"))
     forward = set(nodes.forward)
@@ -169,9 +159,9 @@ def cheapest_repeats(
         own = node in forward
         again, there = Point(node, False), Point(node, True)
         whole = isinstance(node.meta["val"], Tensor) and not (own and is_view(node))
-        held_bytes = value_bytes(storage_owner(node)) if whole else None
-        add_edge(network, again, there, None if held_bytes is None else MOVED_PER_HELD_BYTE * held_bytes)
-        add_edge(network, "source", again, (0 if is_free(node) else repeat_cost(node)) if own else None)
+        save_cost = MOVED_PER_HELD_BYTE * value_bytes(storage_owner(node)) if whole else inf
+        network.add_edge(again, there, capacity=save_cost)
+        network.add_edge("source", again, capacity=(0 if is_free(node) else repeat_cost(node)) if own else inf)
         for source in node.all_input_nodes if own else ():
             if source in forward or source in nodes.received:
                 network.add_edge(Point(source, True), again)
@@ -180,14 +170,6 @@ def cheapest_repeats(
                     pending.append(source)
     _, (_, late) = networkx.minimum_cut(network, "source", "sink", flow_func=boykov_kolmogorov)
     return {point.node for point in late if isinstance(point, Point) and not point.is_there and point.node in forward}
-
-
-def add_edge(network: networkx.DiGraph, start: Any, end: Any, capacity: int | None) -> None:
-    """Add an edge with the cost of cutting it; None for an edge that cannot be cut."""
-    if capacity is None:
-        network.add_edge(start, end)
-    else:
-        network.add_edge(start, end, capacity=capacity)
 
 
 def closure(needed: Set[fx.Node], chosen: Set[fx.Node]) -> set[fx.Node]:
@@ -242,11 +224,8 @@ def insert_copies(split: Split, nodes: StageNodes, kind_of: Mapping[fx.Node, Kin
 
 
 def segment_ends(nodes: StageNodes, in_flight: int) -> set[fx.Node]:
-    """The values to save at the ends of segments.
-
-    The more segments, the more they save for `in_flight` microbatches, and the less one of them makes. Their number
-    is the one at which the sum of both is least.
-    """
+    """The values to save at the ends of segments. The more segments, the more they save for `in_flight` microbatches,
+    and the less one of them makes. Their number is the one at which the sum of both is least."""
     count = len(nodes.forward)
     place = {node: k for k, node in enumerate(nodes.forward)}
     span: dict[fx.Node, tuple[int, int]] = {}

@@ -1,11 +1,10 @@
 """Phase graph -> phase graph with operators of zbfx where torch's inductor would change what an operator does.
 
 Takes   the graph of a phase that inductor will compile.
-Gives   a copy in which `zbfx::addmm_` stands for `addmm_`, and `zbfx::check` for checks of values. Of an `addmm_`
-        inductor makes a new gradient from a copy of the old one, and copies that back, which takes 3 % of the time of a
-        GPT's F, B and W. A check would become part of a kernel, and no call of that kernel could leave it out.
-Raises  nothing.
-Source  ours; both were found by profiling.
+Gives   a copy with `zbfx::addmm_` and `zbfx::check` for `addmm_` and checks of values. Inductor would copy a gradient
+        to add to it and copy it back, 3 % of a GPT's F, B and W; a check would become part of a kernel, and no call
+        could leave it out.
+Raises  nothing. Source: ours; both were found by profiling.
 """
 
 from __future__ import annotations
@@ -31,13 +30,11 @@ OURS = {
 
 @torch.library.impl(SEALED_OPS, "addmm_", "CompositeExplicitAutograd")
 def add_product(gradient: Tensor, left: Tensor, right: Tensor) -> None:
-    """What `zbfx::addmm_` does."""
     gradient.addmm_(left, right)
 
 
 @torch.library.impl(SEALED_OPS, "check", "CompositeExplicitAutograd")
 def assert_true(condition: Tensor, message: str = "a check failed") -> None:
-    """What `zbfx::check` does."""
     _torch.ASSERT_WITH_MESSAGE(condition, message)
 
 

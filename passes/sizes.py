@@ -1,11 +1,9 @@
 """Graph -> graph whose computed sizes are arguments of nodes, and then numbers: for graphs whose sizes are symbols.
 
 Takes   a joint graph that was traced with symbols for sizes, or a joint graph, phase or stage made from one.
-Gives   `inline_sizes`: the joint graph without the nodes that compute sizes. Its nodes are those of a graph that was
-        traced with numbers.
+Gives   `inline_sizes`: the joint graph without the nodes that compute sizes, as if traced with numbers.
         `joint_with_numbers`, `stage_with_numbers`: copies in which `numbers` has replaced every symbol.
-Raises  nothing.
-Source  ours. The symbols are those of torch's ShapeEnv, which are sympy's.
+Raises  nothing. Source: ours. The symbols are those of torch's ShapeEnv, which are sympy's.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from zbfx.graphs import Joint, Phase, Stage, copy_graph
+from zbfx.graphs import Joint, Stage, copy_graph
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -74,14 +72,10 @@ def stage_with_numbers(stage: Stage, numbers: Callable[[Any], Any]) -> Stage:
     """A copy of a stage in which `numbers` has replaced the symbols."""
     return replace(
         stage,
-        phases={kind: phase_with_numbers(phase, numbers) for kind, phase in stage.phases.items()},
+        phases={k: replace(p, module=module_with_numbers(p.module, numbers)) for k, p in stage.phases.items()},
         examples={name: numbers(example) for name, example in stage.examples.items()},
         storages={name: (owner, numbers(size)) for name, (owner, size) in stage.storages.items()},
     )
-
-
-def phase_with_numbers(phase: Phase, numbers: Callable[[Any], Any]) -> Phase:
-    return replace(phase, module=module_with_numbers(phase.module, numbers))
 
 
 def module_with_numbers(module: fx.GraphModule, numbers: Callable[[Any], Any]) -> fx.GraphModule:

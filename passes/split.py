@@ -6,9 +6,7 @@ Gives   the phase of each node: F, B or W. B is every backward node of a stage t
         - The first stage sends no gradient. Its B is the chain of nodes that two or more parameter gradients depend on.
         - A cheap parameter gradient is computed in B where it would keep more bytes for W than it has itself.
         An op that computes gradients of both kinds at once runs whole in B; `unsplit_notes` names these.
-Raises  nothing.
-Source  section 2 of the paper. There it is written out for a transformer; reachability in the graph does it for any
-        model.
+Raises  nothing. Source: section 2 of the paper, for a transformer; reachability in the graph does it for any model.
 """
 
 from __future__ import annotations
@@ -31,9 +29,7 @@ def split(placed: Placed) -> Split:
         if node in placed.stage_of and node not in forward:
             backward[placed.stage_of[node]].append(node)
     phase_of = dict.fromkeys(forward, Kind.F)
-    terms = {
-        v for v, p in zip(placed.joint.output_values, placed.joint.outputs, strict=True) if p.role is Role.GRADIENT
-    }
+    terms = set(placed.joint.outputs_of(Role.GRADIENT))
     for stage, nodes in backward.items():
         sent = {n for n in nodes if any(placed.stage_of.get(user, stage) != stage for user in n.users)}
         chain = ancestors(nodes, sent or shared_chain(nodes, terms))
@@ -48,9 +44,7 @@ def split(placed: Placed) -> Split:
 def unsplit_notes(split: Split) -> list[str]:
     """A line for each op that runs whole in B because it computes gradients of both kinds at once."""
     placed = split.placed
-    terms = {
-        v for v, p in zip(placed.joint.output_values, placed.joint.outputs, strict=True) if p.role is Role.GRADIENT
-    }
+    terms = set(placed.joint.outputs_of(Role.GRADIENT))
     found: dict[str, list[fx.Node]] = defaultdict(list)
     for node, kind in split.phase_of.items():
         parts = [user for user in node.users if user.target is operator.getitem]

@@ -41,10 +41,8 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """The role of an input or output, and its name: a parameter's or buffer's qualified name, an input's path.
-
-    Tied tensors go by one name. Several GRADIENT outputs may carry one parameter's name: its gradient is their sum.
-    """
+    """The role of an input or output, and its name: a parameter's or buffer's qualified name, an input's path. Tied
+    tensors go by one name. Several GRADIENT outputs may carry one parameter's name: its gradient is their sum."""
 
     role: Role
     name: str
@@ -70,10 +68,9 @@ class Joint:
     """One functional aten graph of forward, loss and backward of one microbatch.
 
     `inputs` matches the placeholders, `outputs` the flat output arguments. Node meta: `val` (a fake tensor),
-    `is_backward`, `seq_nr` (ties a backward node to its forward op), `stack_trace` (the user's line).
-    `constants` holds the tensors of CONSTANT inputs; `replaced` names the buffers in whose place the forward puts new
-    tensors, like `self.count = self.count + 1`, which the graph writes like those that change in place.
-    """
+    `is_backward`, `seq_nr` (ties a backward node to its forward op), `stack_trace` (the user's line). `constants` holds
+    the tensors of CONSTANT inputs; `replaced` names the buffers in whose place the forward puts new tensors, like
+    `self.count = self.count + 1`, which the graph writes like those that change in place."""
 
     graph: fx.Graph
     inputs: tuple[Port, ...]
@@ -94,17 +91,18 @@ class Joint:
     def output_values(self) -> tuple[fx.Node, ...]:
         return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
+    def outputs_of(self, role: Role) -> list[fx.Node]:
+        return [value for value, port in zip(self.output_values, self.outputs, strict=True) if port.role is role]
+
     def input_ports(self) -> dict[fx.Node, Port]:
         return dict(zip(self.placeholders, self.inputs, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """The nodes of a joint graph along the model.
-
-    `forward[k]` is the forward node at position k; `position` covers the backward nodes too. `gradients` are the nodes
-    that depend on the loss gradient. `original` ties a node that recomputes to the forward node that it repeats.
-    """
+    """The nodes of a joint graph along the model. `forward[k]` is the forward node at position k; `position` covers the
+    backward nodes too. `gradients` are the nodes that depend on the loss gradient. `original` ties a node that
+    recomputes to the forward node that it repeats."""
 
     forward: tuple[fx.Node, ...]
     position: Mapping[fx.Node, int]
@@ -123,11 +121,8 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A joint graph with a stage for each node that belongs to one.
-
-    Nodes that every stage computes for itself where it needs them (views of parameters, masks and positions made
-    from inputs alone) have no entry in `stage_of`.
-    """
+    """A joint graph with a stage for each node that belongs to one. Nodes that every stage computes for itself where it
+    needs them (views of parameters, masks and positions made from inputs alone) have no entry in `stage_of`."""
 
     joint: Joint
     line: Line
@@ -145,12 +140,9 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class CallBytes:
-    """What a call of a phase was measured to hold at its worst, above what was held before it.
-
-    Where its arguments live on: `hidden` beside the values of its graph (workspaces of kernels, what a compiler keeps
-    longer), and `most` in all. Where it owns what no later phase reads, as in a step: `usual`, for which the graph says
-    `expected`.
-    """
+    """What a call of a phase was measured to hold at its worst, above what was held before it. Where its arguments live
+    on: `hidden` beside the values of its graph (workspaces of kernels, what a compiler keeps longer), and `most` in
+    all. Where it owns what no later phase reads, as in a step: `usual`, for which the graph says `expected`."""
 
     hidden: int
     most: int
@@ -163,10 +155,9 @@ class Phase:
     """The F, B or W of one stage as a graph.
 
     The placeholders of `module` are, in this order: `ports` (by role: parameters, buffers, constants, microbatch
-    inputs, the loss gradient), `values` (names of values that other phases or stages made), an accumulator for each
-    of `gradients` (parameter names) and, if `is_random`, a seed. It returns `results` (names of values), then the
-    loss if `has_loss`. Gradients are added into their accumulators; buffers in `updates` are written in place.
-    """
+    inputs, the loss gradient), `values` (names of values that other phases or stages made), an accumulator for each of
+    `gradients` (parameter names) and, if `is_random`, a seed. It returns `results` (names of values), then the loss if
+    `has_loss`. Gradients are added into their accumulators; buffers in `updates` are written in place."""
 
     stage: int
     kind: Kind
