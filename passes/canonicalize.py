@@ -51,13 +51,8 @@ READ_AS_DENSE = {
 SLICES = (aten.slice.Tensor, aten.slice_backward.default)
 
 # Ops whose result keeps memory as large as their first argument: a loss keeps the memory of all the terms of its sum.
-OVERSIZED = {
-    aten.mse_loss.default,
-    aten.smooth_l1_loss.default,
-    aten.binary_cross_entropy.default,
-    aten.soft_margin_loss.default,
-    aten.col2im.default,
-}
+LOSSES = (aten.mse_loss, aten.smooth_l1_loss, aten.binary_cross_entropy, aten.soft_margin_loss)
+OVERSIZED = {aten.col2im.default, *(loss.default for loss in LOSSES)}
 
 # Ops that write into a copy of their first argument. They copy all the memory that this argument is a view of.
 WRITES_INTO_COPY = {

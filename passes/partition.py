@@ -5,10 +5,8 @@ Gives   the joint graph with a stage for each node. Of all cuts, those whose hea
         times the least possible remain; of these, those with the fewest bytes crossing; of these, the most even ones. A
         stage weighs what its work takes, or what its messages take where that is more. Where ranks hold several stages,
         cuts then move to relieve the heaviest rank.
-Raises  `ZbfxError` where stages or named cuts cannot be cut, and for another order of parts than that of the graph to
-        follow.
-Source  contiguous stages, as in PipeDream (Narayanan et al. 2019), by networkx's shortest path through the cut
-        positions.
+Raises  `ZbfxError` for cuts that cannot be made, and for parts that run in another order than in the graph to follow.
+Source  contiguous stages, as in PipeDream (Narayanan et al. 2019), by networkx's shortest path through cut positions.
 """
 
 from __future__ import annotations
@@ -99,7 +97,6 @@ def place_like(
     joint: Joint, owners: Mapping[str, frozenset[int]], stage_count: int, loss_stage: int | None = None
 ) -> Placed:
     """Place a canonical joint graph by the parameters and buffers that it reads; `owners` gives the stages of each.
-
     Each node goes to the earliest stage that owns all that the node reads, and is no earlier than the stage of the node
     before it; the loss goes to `loss_stage` or later. A buffer that the graph only reads may be read in a later stage
     than its owners: an owner then makes a copy of it to pass on. In evaluation, models only read what training writes.

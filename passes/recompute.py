@@ -2,9 +2,9 @@
 
 Takes   a split joint graph, and for each stage a level: what of its forward may be computed again.
 Gives   the split with copies of forward nodes in B and W, each right before its first reader. Of what B and W read of
-        F, each value is saved by F or computed again, as a minimum cut finds: saving costs the bytes of a storage,
-        `MOVED_PER_HELD_BYTE` times, computing again the bytes that the op reads and writes. A value that B reads is
-        computed again in B, and held from there if W reads it too; a second cut decides where one is that only W reads.
+        F, each value is saved by F or computed again once, as a minimum cut finds. Saving costs `MOVED_PER_HELD_BYTE`
+        times the bytes of a storage, computing again the bytes that the op reads and writes. A value that B reads is
+        computed again in B, and held from there if W reads it too. A second cut places the values that only W reads.
 Raises  nothing. Source: the min-cut partitioner of AOTAutograd, here for three phases, with the cut of networkx;
         segments as in Chen et al. 2016 ("Training Deep Nets with Sublinear Memory Cost").
 
@@ -70,7 +70,6 @@ def recompute(split: Split, levels: Sequence[Level], *, in_flight: int, random: 
 
 
 def copy_split(split: Split) -> Split:
-    """A copy of a split with a graph of its own."""
     placed = split.placed
     graph = copy_graph(placed.joint.graph)
     new = dict(zip(placed.joint.graph.nodes, graph.nodes, strict=True))
@@ -81,7 +80,6 @@ def copy_split(split: Split) -> Split:
 
 
 def written_buffers(placed: Placed) -> set[fx.Node]:
-    """The placeholders of the buffers that the model writes."""
     names = {port.name for port in placed.joint.outputs if port.role is Role.BUFFER_UPDATE}
     ports = placed.joint.input_ports()
     return {node for node, port in ports.items() if port.role is Role.BUFFER and port.name in names}

@@ -46,7 +46,6 @@ def inline_sizes(joint: Joint) -> Joint:
 
 
 def size_of(value: Any) -> Size:
-    """The size that torch's symbolic number stands for."""
     return Size(value.node.expr, value.node.pytype)
 
 
@@ -61,7 +60,6 @@ def with_numbers(graph: fx.Graph, numbers: Callable[[Any], Any]) -> fx.Graph:
 
 
 def joint_with_numbers(joint: Joint, numbers: Callable[[Any], Any]) -> Joint:
-    """A copy of a joint graph in which `numbers` has replaced the symbols."""
     count = joint.count
     if count is not None:
         count = replace(count, module=module_with_numbers(count.module, numbers))
@@ -69,7 +67,6 @@ def joint_with_numbers(joint: Joint, numbers: Callable[[Any], Any]) -> Joint:
 
 
 def stage_with_numbers(stage: Stage, numbers: Callable[[Any], Any]) -> Stage:
-    """A copy of a stage in which `numbers` has replaced the symbols."""
     return replace(
         stage,
         phases={k: replace(p, module=module_with_numbers(p.module, numbers)) for k, p in stage.phases.items()},

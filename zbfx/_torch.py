@@ -27,8 +27,6 @@ OpOverload.py_kernels, ...          2.11.0, 2.13.0   what runs in place of an op
 ShapeEnv, ConstantSource            2.11.0, 2.13.0   sizes that are symbols, and what holds of them
 UntypedStorage._cdata               2.11.0, 2.13.0   the address of a storage, fake ones included
 Module._parameters, ...             2.11.0, 2.13.0   the dicts of a module's parts and hooks
-Tensor._version                     2.11.0, 2.13.0   how often it was written in place
-OptimizedModule._orig_mod           2.11.0, 2.13.0   what a module that torch.compile made was made of
 """
 
 from __future__ import annotations
@@ -49,28 +47,10 @@ from torch._C._autograd import _saved_tensors_hooks_set_tracing
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
-from torch._functorch._aot_autograd.descriptors import (
-    BackwardTokenAOTInput,
-    BackwardTokenAOTOutput,
-    ForwardTokenAOTInput,
-    ForwardTokenAOTOutput,
-    SubclassGetAttrAOTInput,
-    SubclassGetAttrAOTOutput,
-)
-from torch._functorch._aot_autograd.descriptors import BufferAOTInput as BufferAOTInput
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput as GradAOTOutput
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput as InputMutationAOTOutput
-from torch._functorch._aot_autograd.descriptors import ParamAOTInput as ParamAOTInput
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput as PlainAOTInput
-from torch._functorch._aot_autograd.descriptors import PlainAOTOutput as PlainAOTOutput
-from torch._functorch._aot_autograd.descriptors import TangentAOTInput as TangentAOTInput
+from torch._functorch._aot_autograd import descriptors as descriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
@@ -82,7 +62,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 # Inputs and outputs of a traced graph that keep operators with effects in order.
-TOKENS = (ForwardTokenAOTInput, ForwardTokenAOTOutput, BackwardTokenAOTInput, BackwardTokenAOTOutput)
+TOKENS = (
+    descriptors.ForwardTokenAOTInput,
+    descriptors.ForwardTokenAOTOutput,
+    descriptors.BackwardTokenAOTInput,
+    descriptors.BackwardTokenAOTOutput,
+)
 
 pytree = _pytree
 aten = torch.ops.aten  # the operators that traced graphs are made of
@@ -113,11 +98,8 @@ GRADIENT_ADDITION_MARK = "Gradient addition node"
 
 @contextlib.contextmanager
 def exporting() -> Iterator[None]:
-    """Answer True to `torch.compiler.is_exporting()` and `is_compiling()`.
-
-    Model code asks these before it looks at values of tensors; without them half of the transformers library
-    runs into data-dependent control flow.
-    """
+    """Answer True to `torch.compiler.is_exporting()` and `is_compiling()`. Model code asks these before it looks at
+    values of tensors; without them half of the transformers library runs into data-dependent control flow."""
     flags = torch.compiler
     before = flags._is_exporting_flag, flags._is_compiling_flag
     flags._is_exporting_flag = flags._is_compiling_flag = True
@@ -129,10 +111,8 @@ def exporting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_looks_at_masks() -> Iterator[None]:
-    """Let the layers of `nn.Transformer` take a mask for a causal one only where they are told so.
-
-    They would otherwise compare its values. Attention gives equal results, but without the kernels for causal masks.
-    """
+    """Let the layers of `nn.Transformer` take a mask for a causal one only where they are told so. They would otherwise
+    compare its values. Attention gives equal results, but without the kernels for causal masks."""
     before = transformer._detect_is_causal_mask
     transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
     try:
@@ -166,7 +146,7 @@ def without_mkldnn() -> Iterator[None]:
 
 def is_limit_of_fakes(error: BaseException) -> bool:
     """Whether code failed because its tensors are fake: no kernel for them, no memory, or C++ that wants plain ones."""
-    kinds = (UnsupportedFakeTensorException, UnsupportedOperatorException, NotImplementedError)
+    kinds = (fake_tensor.UnsupportedFakeTensorException, fake_tensor.UnsupportedOperatorException, NotImplementedError)
     words = ("tensor subclass", "FakeTensor", "data pointer", "meta tensor")
     return isinstance(error, kinds) or any(word in str(error) for word in words)
 
@@ -217,11 +197,9 @@ def decomposing(decompositions: Mapping[Any, Callable[..., Any]]) -> Iterator[No
 
 
 def capture_joint(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphModule:
-    """The functional joint graph of `module(*inputs)`, whose parameters, buffers and inputs are fake tensors.
-
-    Autograd itself runs under the tracer, so custom Functions, hooks and checkpointing are what they are in eager
-    (torch.export would trace the forward alone and differentiate that).
-    """
+    """The functional joint graph of `module(*inputs)`, whose parameters, buffers and inputs are fake tensors. Autograd
+    itself runs under the tracer, so custom Functions, hooks and checkpointing are what they are in eager (torch.export
+    would trace the forward alone and differentiate that)."""
     with contextlib.ExitStack() as stack, fx.traceback.preserve_node_meta(), exporting():
         stack.callback(module.register_forward_pre_hook(enable_saved_tensor_hooks).remove)
         joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs))
@@ -253,16 +231,6 @@ def group_arguments(operator: Any) -> set[int | str]:
         return set()
     named = enumerate(operator._schema.arguments)
     return {place for index, argument in named if argument.name == "group_name" for place in (index, argument.name)}
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor, or another on its memory, was written in place; inference tensors have no count."""
-    return tensor._version
-
-
-def is_optimized(module: nn.Module) -> bool:
-    """Whether a module is what `torch.compile` makes of another."""
-    return hasattr(module, "_orig_mod")
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
@@ -311,13 +279,12 @@ def waited(collective: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 def local_description(description: Any) -> Any:
     """What an input or output of a traced graph is, if it is the local part of a DTensor; None for a DTensor's mesh."""
-    if isinstance(description, SubclassGetAttrAOTInput | SubclassGetAttrAOTOutput):
+    if isinstance(description, descriptors.SubclassGetAttrAOTInput | descriptors.SubclassGetAttrAOTOutput):
         return description.base if description.attr == "_local_tensor" else None
     return description
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
-    """The key-value store that the ranks of a group share."""
     return group.get_group_store()
 
 

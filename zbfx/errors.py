@@ -26,10 +26,8 @@ def listed(names: Iterable[object], limit: int = 12) -> str:
 
 
 class NoFeasibleSchedule(ZbfxError):
-    """No order of actions meets the memory limit. The message names the smallest limit that would.
-
-    `smallest_limit` has the unit of the cost table's byte columns.
-    """
+    """No order of actions meets the memory limit. The message names the smallest limit that would. `smallest_limit` has
+    the unit of the cost table's byte columns."""
 
     def __init__(self, message: str, smallest_limit: float) -> None:
         super().__init__(message)

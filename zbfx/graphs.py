@@ -65,12 +65,11 @@ class TokenCount:
 
 @dataclass(frozen=True, eq=False)
 class Joint:
-    """One functional aten graph of forward, loss and backward of one microbatch.
-
-    `inputs` matches the placeholders, `outputs` the flat output arguments. Node meta: `val` (a fake tensor),
-    `is_backward`, `seq_nr` (ties a backward node to its forward op), `stack_trace` (the user's line). `constants` holds
-    the tensors of CONSTANT inputs; `replaced` names the buffers in whose place the forward puts new tensors, like
-    `self.count = self.count + 1`, which the graph writes like those that change in place."""
+    """One functional aten graph of forward, loss and backward of one microbatch. `inputs` matches the placeholders,
+    `outputs` the flat output arguments. Node meta: `val` (a fake tensor), `is_backward`, `seq_nr` (ties a backward node
+    to its forward op), `stack_trace` (the user's line). `constants` holds the tensors of CONSTANT inputs; `replaced`
+    names the buffers in whose place the forward puts new tensors, like `self.count = self.count + 1`, which the graph
+    writes like those that change in place."""
 
     graph: fx.Graph
     inputs: tuple[Port, ...]
@@ -152,12 +151,11 @@ class CallBytes:
 
 @dataclass(frozen=True, eq=False)
 class Phase:
-    """The F, B or W of one stage as a graph.
-
-    The placeholders of `module` are, in this order: `ports` (by role: parameters, buffers, constants, microbatch
-    inputs, the loss gradient), `values` (names of values that other phases or stages made), an accumulator for each of
-    `gradients` (parameter names) and, if `is_random`, a seed. It returns `results` (names of values), then the loss if
-    `has_loss`. Gradients are added into their accumulators; buffers in `updates` are written in place."""
+    """The F, B or W of one stage as a graph. The placeholders of `module` are, in this order: `ports` (by role:
+    parameters, buffers, constants, microbatch inputs, the loss gradient), `values` (names of values that other phases
+    or stages made), an accumulator for each of `gradients` (parameter names) and, if `is_random`, a seed. It returns
+    `results` (names of values), then the loss if `has_loss`. Gradients are added into their accumulators; buffers in
+    `updates` are written in place."""
 
     stage: int
     kind: Kind
@@ -197,14 +195,10 @@ class Phase:
     def parameters(self) -> dict[str, Tensor]:
         """The fake value of every parameter that the phase reads or gives a gradient to."""
         placeholders = self.module.graph.find_nodes(op="placeholder")
-        read = {
-            p.name: node.meta["val"]
-            for p, node in zip(self.ports, placeholders, strict=False)
-            if p.role is Role.PARAMETER
-        }
-        start = len(self.ports) + len(self.values)
-        written = zip(self.gradients, (node.meta["val"] for node in placeholders[start:]), strict=False)
-        return {**read, **dict(written)}
+        pairs = zip(self.ports, placeholders, strict=False)
+        found = [(port.name, node) for port, node in pairs if port.role is Role.PARAMETER]
+        found += zip(self.gradients, placeholders[len(self.ports) + len(self.values) :], strict=False)
+        return {name: node.meta["val"] for name, node in found}
 
 
 @dataclass(frozen=True, eq=False)

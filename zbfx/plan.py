@@ -80,10 +80,9 @@ class StageCost:
 
     `saved_bytes` is the paper's M_B, held from F until B; `weight_saved_bytes` its M_W, held from B until W.
     `backward_s` is the fused backward BW, by default B + W. `beside_s` is B with a W of the stage beside it, on a
-    device with two streams; None: not measured. `static_bytes` is what the stage holds through the whole step:
-    weights, gradients, optimizer state, buffers. `transient_bytes` is the most that an action of the stage needs on
-    top of all these: a rank keeps room for the largest of its stages.
-    """
+    device with two streams; None: not measured. `static_bytes` is what the stage holds through the whole step: weights,
+    gradients, optimizer state, buffers. `transient_bytes` is the most that an action of the stage needs on top of all
+    these: a rank keeps room for the largest of its stages."""
 
     forward_s: Number
     backward_input_s: Number
@@ -121,10 +120,8 @@ class StageCost:
 @dataclass(frozen=True, slots=True)
 class Edge:
     """Values that stage `source` sends to stage `target` (`source < target`) and the gradients that come back.
-
-    `forward_s` and `backward_s` are one way, in seconds, when the stages live on different ranks; stages of one
-    rank exchange values at no cost. None means that nothing is sent that way: no dependency.
-    """
+    `forward_s` and `backward_s` are one way, in seconds, when the stages live on different ranks; stages of one rank
+    exchange values at no cost. None means that nothing is sent that way: no dependency."""
 
     source: int
     target: int
@@ -140,11 +137,8 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Costs of every stage and edge, and where each stage lives.
-
-    `placement[stage]` is the stage's rank. `edges` may skip stages; a plain pipeline has one per stage boundary
-    (`CostTable.chain` builds that).
-    """
+    """Costs of every stage and edge, and where each stage lives. `placement[stage]` is the stage's rank. `edges` may
+    skip stages; a plain pipeline has one per stage boundary (`CostTable.chain` builds that)."""
 
     stages: tuple[StageCost, ...]
     edges: tuple[Edge, ...]
@@ -184,10 +178,8 @@ class CostTable:
         placement: Sequence[int] | None = None,
         backward_comm_s: Number | Sequence[Number] | None = None,
     ) -> CostTable:
-        """A plain pipeline: every stage feeds the next.
-
-        `comm_s` is one number, or one per boundary. It holds both ways unless `backward_comm_s` is given.
-        """
+        """A plain pipeline: every stage feeds the next. `comm_s` is one number, or one per boundary. It holds both ways
+        unless `backward_comm_s` is given."""
         boundaries = max(0, len(stages) - 1)
 
         def per_boundary(value: Number | Sequence[Number]) -> list[Number]:
@@ -221,8 +213,7 @@ class Timetable:
     holds, `static_bytes` of its stages included. `memory[r]` lists (time in seconds, bytes held from then on); None
     until a program is known, for costs alone do not tell. `lower_bound_s` holds for every schedule under these costs,
     placement and memory limit; `gap` 0 means proven optimal. Times count the actions of a rank one after the other.
-    Where Ws run `beside` Bs, `expected_s` is the iteration time that follows.
-    """
+    Where Ws run `beside` Bs, `expected_s` is the iteration time that follows."""
 
     name: str
     costs: CostTable

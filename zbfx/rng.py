@@ -34,10 +34,8 @@ def stream_number(node_name: str) -> int:
 
 
 def seeded(op: Any, stream: int, seed: int, *args: Any, **kwargs: Any) -> Any:
-    """Run a random op on a generator set from `seed` and `stream`. The global generators stay as they were.
-
-    Under CUDA graph capture no generator can be set, and the op draws from the device's default one.
-    """
+    """Run a random op on a generator set from `seed` and `stream`. The global generators stay as they were. Under CUDA
+    graph capture no generator can be set, and the op draws from the device's default one."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return op(*args, **kwargs)
     devices = {a.device for a in args if isinstance(a, Tensor)} | {torch.device(kwargs.get("device") or "cpu")}

@@ -38,12 +38,9 @@ def refuse_counters(
     fresh: Callable[[], nn.Module],
     capture: Callable[..., fx.GraphModule],
 ) -> None:
-    """Raise `TraceError` if a forward changes numbers that decide what a later forward computes.
-
-    `before` and `after` are the numbers around the forward that `graph` was traced from. `fresh` gives the module as it
-    was before that forward, `capture` traces a module. The graph of a forward far ahead shows whether the numbers
-    decide.
-    """
+    """Raise `TraceError` if a forward changes numbers that decide what a later forward computes. `before` and `after`
+    are the numbers around the forward that `graph` was traced from. `fresh` gives the module as it was before that
+    forward, `capture` traces a module. The graph of a forward far ahead shows whether the numbers decide."""
     if not (counted := changed_numbers(before, after)):
         return
     module = fresh()
@@ -65,7 +62,6 @@ def refuse_counters(
 
 
 def same(one: fx.GraphModule, other: fx.GraphModule) -> bool:
-    """Whether two graphs have the same nodes and constants."""
     return str(one.graph) == str(other.graph) and all(
         torch.equal(constant, getattr(other, name))
         for name, constant in vars(one).items()

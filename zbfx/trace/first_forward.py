@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from zbfx import _torch
+from zbfx._torch import descriptors
 from zbfx.passes.nodes import is_random
 
 OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
@@ -34,7 +35,6 @@ class Held:
     before: Mapping[Any, Any]  # what the table held before the first forward
 
     def name_of(self, key: Any) -> str:
-        """The qualified name of an entry."""
         return f"{self.name}[{key!r}]" if self.attribute else f"{self.name}.{key}".removeprefix(".")
 
     def made(self) -> Iterator[tuple[Any, list[Tensor]]]:
@@ -124,13 +124,12 @@ def line_of(module: nn.Module, attribute: str) -> str:
 
 def take_made(module: fx.GraphModule, results: int, names: list[str]) -> list[str]:
     """Take the outputs after the first `results` out of a joint graph. They are what a first forward made, by `names`.
-
-    Returns the names of the tensors that may differ between forwards.
-    """
+    Returns the names of the tensors that may differ between forwards."""
     output = module.graph.output_node()
     pairs = list(zip(output.args[0], output.meta["desc"], strict=True))  # type: ignore[arg-type]
-    written = {getattr(d.mutated_input, "target", "") for _, d in pairs if isinstance(d, _torch.InputMutationAOTOutput)}
-    made = [(v, d) for v, d in pairs if isinstance(d, _torch.PlainAOTOutput) and d.idx >= results]
+    mutations = [d for _, d in pairs if isinstance(d, descriptors.InputMutationAOTOutput)]
+    written = {getattr(mutation.mutated_input, "target", "") for mutation in mutations}
+    made = [(v, d) for v, d in pairs if isinstance(d, descriptors.PlainAOTOutput) and d.idx >= results]
     kept = [pair for pair in pairs if not any(pair is other or pair[1] is other[1] for other in made)]
     output.args = (tuple(value for value, _ in kept),)
     output.meta["desc"] = [description for _, description in kept]
@@ -153,7 +152,7 @@ def changes(value: fx.Node, written: Collection[str]) -> bool:
             return True
         if node.op == "placeholder":
             description = node.meta["desc"]
-            if not isinstance(description, _torch.BufferAOTInput) or description.target in written:
+            if not isinstance(description, descriptors.BufferAOTInput) or description.target in written:
                 return True
         waiting += node.all_input_nodes
     return False

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
 from operator import is_
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
@@ -46,16 +45,18 @@ class Guard:
     @classmethod
     def of(cls, model: nn.Module, loss_fn: Any) -> Guard:
         modules = named_modules(model, loss_fn)
-        parts = named_parts(model, loss_fn)
         return cls(
             {name: module.training for name, module in modules.items()},
             {
                 name + inner: p.requires_grad
-                for name, part in parts
+                for name, part in named_parts(model, loss_fn)
                 for inner, p in part.named_parameters(remove_duplicate=False)
             },
             modules,
-            {name: hooks_of(module) for name, module in modules.items()},
+            {
+                name: tuple(hook for table in hook_tables(module) for hook in table.values())
+                for name, module in modules.items()
+            },
             {name: vars(module).get("forward") for name, module in modules.items()},
             {
                 f"{name}.{attribute}".removeprefix("."): getattr(module, attribute)
@@ -183,17 +184,22 @@ def named_modules(model: nn.Module, loss_fn: Any) -> dict[str, nn.Module]:
 def plain_attributes(module: nn.Module) -> Iterator[str]:
     """The names of the module's attributes that are numbers, texts or functions, and of the numbers and texts of its
     classes, as far as its code reads them."""
-    read = attributes_read(type(module))  # type: ignore[arg-type]
-    return (name for name in all_plain_attributes(module) if name in read)
+    own, read = vars(module), attributes_read(type(module))  # type: ignore[arg-type]
+    names = [name for name, value in own.items() if isinstance(value, PLAIN) and name != "training"]
+    inherited = {name: value for owner in reversed(own_classes(type(module))) for name, value in vars(owner).items()}
+    names += [
+        name
+        for name, value in inherited.items()
+        if name not in own and isinstance(value, NUMBERS) and not name.startswith("__")
+    ]
+    return (name for name in names if name in read)
 
 
 @cache
 def attributes_read(owner: Any) -> frozenset[str]:
-    """The names of attributes, of any object, that the code of a module's classes reads.
-
-    That is the code of their methods and of all functions in their files. Texts in it that could be names count as
-    read, as `getattr` may read them. An attribute that no code reads may change freely, as a counter does.
-    """
+    """The names of attributes, of any object, that the code of a module's classes reads. That is the code of their
+    methods and of all functions in their files. Texts in it that could be names count as read, as `getattr` may read
+    them. An attribute that no code reads may change freely, as a counter does."""
     classes = own_classes(owner)
     files = [vars(sys.modules[part.__module__]) for part in classes if part.__module__ in sys.modules]
     found: set[str] = set()
@@ -216,24 +222,6 @@ def codes_of(value: object) -> list[CodeType]:
 def own_classes(owner: type) -> tuple[type, ...]:
     """A module's classes before `nn.Module`, its own first."""
     return owner.__mro__[: owner.__mro__.index(nn.Module)]
-
-
-def all_plain_attributes(module: nn.Module) -> Iterator[str]:
-    """The names that `plain_attributes` chooses from."""
-    own = vars(module)
-    yield from (name for name, value in own.items() if isinstance(value, PLAIN) and name != "training")
-    inherited = {
-        name: value
-        for owner in reversed(own_classes(type(module)))
-        for name, value in vars(owner).items()
-        if name not in own
-    }
-    yield from (name for name, value in inherited.items() if isinstance(value, NUMBERS) and not name.startswith("__"))
-
-
-def hooks_of(module: nn.Module) -> tuple[object, ...]:
-    """The hooks on the forward and backward of a module."""
-    return tuple(chain.from_iterable(table.values() for table in hook_tables(module)))
 
 
 def same_objects(before: Collection[object], after: Collection[object]) -> bool:

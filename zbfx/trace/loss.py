@@ -10,7 +10,7 @@ tokens  a loss function may return (sum, count). The loss is the sum of all sums
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -41,7 +41,7 @@ class Reduction:
     def of(cls, joint: Joint, name: str, microbatches: int) -> Reduction:
         if name not in tuple(LossReduction):
             raise ZbfxError(f"loss_reduction is one of {tuple(map(str, LossReduction))}; found {name!r}")
-        loss = next(v for v, p in zip(joint.output_values, joint.outputs, strict=True) if p.role is Role.LOSS)
+        (loss,) = joint.outputs_of(Role.LOSS)
         return cls(LossReduction(name), microbatches, loss.meta["val"].dtype, joint.count)
 
     def tokens(self, rows: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
@@ -49,10 +49,8 @@ class Reduction:
         return None if self.count is None else torch.stack([self.count(row).double() for row in rows]).sum()
 
     def weigh(self, weight: Tensor, tokens: Tensor | None, replicas: int = 1) -> None:
-        """Fill `weight` with the gradient of the batch's loss by the loss of each microbatch.
-
-        `tokens` is the count of the batches of all replicas.
-        """
+        """Fill `weight` with the gradient of the batch's loss by the loss of each microbatch. `tokens` is the count of
+        the batches of all replicas."""
         # The host must not wait for the device here. It would wait for the whole step before this one, and the device
         # then for the launches of this step.
         if tokens is None:
@@ -68,10 +66,8 @@ class Reduction:
 
 
 def separate_count(joint: Joint) -> Joint:
-    """Take the count of a (sum, count) loss out of the joint graph, as a graph of its own over the microbatch.
-
-    Raises `TraceError` if the count depends on more than the microbatch.
-    """
+    """Take the count of a (sum, count) loss out of the joint graph, as a graph of its own over the microbatch. Raises
+    `TraceError` if the count depends on more than the microbatch."""
     roles = [port.role for port in joint.outputs]
     if Role.COUNT not in roles:
         return joint
@@ -80,14 +76,8 @@ def separate_count(joint: Joint) -> Joint:
     graph = copy_graph(joint.graph)
     graph.output_node().args = (tuple(graph.output_node().args[0][k] for k in kept),)  # type: ignore[index]
     graph.eliminate_dead_code()
-    return Joint(
-        graph,
-        joint.inputs,
-        tuple(joint.outputs[k] for k in kept),
-        joint.constants,
-        token_count(joint, joint.output_values[index]),
-        joint.replaced,
-    )
+    count = token_count(joint, joint.output_values[index])
+    return replace(joint, graph=graph, outputs=tuple(joint.outputs[k] for k in kept), count=count)
 
 
 def token_count(joint: Joint, value: fx.Node) -> TokenCount:

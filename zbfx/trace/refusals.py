@@ -27,24 +27,13 @@ FIT = (
 )
 
 # Operators whose kernels refuse a mix of dtypes, while those for fake tensors let it pass.
-ONE_DTYPE = {
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.baddbmm.default,
-    aten.mv.default,
-    aten.addmv.default,
-    aten.dot.default,
-    aten.convolution.default,
-}
+PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten.dot, aten.convolution)
+ONE_DTYPE = {product.default for product in PRODUCTS}
 
 
 def refuse(error: Exception, model: nn.Module, part: str, fails_alone: Callable[[], bool]) -> None:
-    """Raise the `TraceError` for an error in tracing.
-
-    `part` is what was at work: "the model", "loss_fn", or "the backward". `fails_alone` says whether the plain model
-    fails on the example too.
-    """
+    """Raise the `TraceError` for an error in tracing. `part` is what was at work: "the model", "loss_fn", or "the
+    backward". `fails_alone` says whether the plain model fails on the example too."""
     if isinstance(error, _torch.DATA_DEPENDENT_ERRORS):
         raise TraceError(
             f"the model decides by a tensor's value what to run next, which one graph cannot hold ({error}), "

@@ -239,15 +239,11 @@ def same_value(left: Any, right: Any) -> bool:
         return left.keys() == right.keys() and all(same_value(value, right[key]) for key, value in left.items())
     if isinstance(left, list | tuple):
         return len(left) == len(right) and all(map(same_value, left, right))
-    if "__eq__" not in dir_of(left) and hasattr(left, "__dict__"):
+    compares = any("__eq__" in vars(owner) for owner in type(left).__mro__[:-1])  # all classes but `object`
+    if not compares and hasattr(left, "__dict__"):
         return same_value(vars(left), vars(right))
     equal = left == right
     return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
-
-
-def dir_of(value: Any) -> set[str]:
-    """The names that the classes of a value define, `object` aside."""
-    return {name for owner in type(value).__mro__[:-1] for name in vars(owner)}
 
 
 def path_name(path: Sequence[Any], input_count: int) -> str:

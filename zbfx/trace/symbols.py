@@ -62,15 +62,14 @@ class Sizes:
     def values(self, shapes: Shapes) -> dict[sympy.Symbol, int]:
         """The number of each symbol for these shapes. Raises `GuardBroken` where the graph does not hold."""
         values: dict[sympy.Symbol, int] = {}
-        for group, symbol in zip(self.groups, self.symbols, strict=True):
+        pairs = list(zip(self.groups, self.symbols, strict=True))
+        for group, symbol in pairs:
             found = {shapes[index][dim] for index, dim in group}
             if len(found) > 1:
                 names = " and ".join(map(self.name, group))
                 raise GuardBroken(f"{names} had one size when they were traced; found {sorted(found)}")
             values[symbol] = found.pop()
-        named = {
-            symbol: sympy.Symbol(self.name(group[0])) for group, symbol in zip(self.groups, self.symbols, strict=True)
-        }
+        named = {symbol: sympy.Symbol(self.name(group[0])) for group, symbol in pairs}
         for guard in _torch.size_guards(self.env):
             if guard.xreplace(values) != sympy.true:
                 numbers = ", ".join(f"{named[symbol]} = {number}" for symbol, number in values.items())
@@ -90,10 +89,8 @@ def strides_like(spec: TensorSpec, shape: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def changed_dimensions(signature: Signature, shapes: Shapes) -> list[list[Dimension]]:
-    """The dimensions in which these shapes differ from the example's, in groups with one old and one new size.
-
-    Raises `GuardBroken` for a tensor with another number of dimensions.
-    """
+    """The dimensions in which these shapes differ from the example's, in groups with one old and one new size. Raises
+    `GuardBroken` for a tensor with another number of dimensions."""
     groups: dict[tuple[int, int], list[Dimension]] = {}
     for index, (spec, shape) in enumerate(zip(signature.tensors, shapes, strict=True)):
         if len(spec.shape) != len(shape):
@@ -126,7 +123,6 @@ class Numbers:
         return value
 
     def number(self, expression: sympy.Basic, kind: type) -> Any:
-        """An expression of symbols as a number of this type."""
         key = (expression, kind)
         if key not in self.known:
             self.known[key] = kind(expression.xreplace(self.given))

@@ -46,14 +46,8 @@ def fake_sharded(parameter: DTensor, fake_mode: Any, device: torch.device) -> nn
     local = parameter.to_local().detach()
     with fake_mode:
         fake = torch.empty_strided(local.size(), local.stride(), dtype=local.dtype, device=device)
-    whole = DTensor.from_local(
-        fake,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
+    whole = DTensor.from_local(fake, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
@@ -72,19 +66,11 @@ def localize(module: fx.GraphModule) -> fx.GraphModule:
     """Reduce a traced graph, in place, to local tensors. Meshes are no longer inputs and outputs of it, and each
     collective is one node with its wait."""
     graph, output = module.graph, module.graph.output_node()
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
-            description = node.meta["desc"]
-            descriptions = description if node.op == "output" else [description]
-            local = [_torch.local_description(found) for found in descriptions]
-            node.meta["desc"] = local if node.op == "output" else local[0]
-    kept = [
-        (value, found)
-        for value, found in zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
-        if found is not None
-    ]
-    output.args, output.meta["desc"] = (tuple(value for value, _ in kept),), [found for _, found in kept]
+    found = map(_torch.local_description, output.meta["desc"])
+    kept = [pair for pair in zip(output.args[0], found, strict=True) if pair[1] is not None]  # type: ignore[arg-type]
+    output.args, output.meta["desc"] = (tuple(value for value, _ in kept),), [local for _, local in kept]
     for node in graph.find_nodes(op="placeholder"):
+        node.meta["desc"] = _torch.local_description(node.meta["desc"])
         if node.meta["desc"] is None:
             graph.erase_node(node)
     for wait in graph.find_nodes(op="call_function", target=_torch.wait_tensor):

@@ -7,6 +7,7 @@ parameters and buffers.
 from __future__ import annotations
 
 import copy
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,19 +18,21 @@ import torch
 from torch import Tensor, fx, nn
 
 from zbfx import _torch
+from zbfx._torch import descriptors
 from zbfx.errors import TraceError, ZbfxError, listed
 from zbfx.graphs import Joint, Port, Role, copy_graph
 from zbfx.passes.sizes import inline_sizes
 from zbfx.trace.aliases import refuse_written
 from zbfx.trace.counters import numbers_of, refuse_counters
 from zbfx.trace.decompositions import RIGHT
-from zbfx.trace.effects import without_tokens
 from zbfx.trace.first_forward import take_made
 from zbfx.trace.objective import LOSS_PREFIX, MODEL_PREFIX, Objective
 from zbfx.trace.refusals import UNKNOWN_LINE, refuse, refuse_flex_attention, refuse_mixed_dtypes, refuse_subclass
 from zbfx.trace.signature import Signature
 from zbfx.trace.symbols import Sizes
 from zbfx.trace.tensor_parallel import fake_sharded, is_sharded, localize
+
+fx.has_side_effect(_torch.ASSERT)  # else fx takes it for dead code, as it does not the one with a message
 
 
 class KeptTensors(Exception):
@@ -63,13 +66,11 @@ def trace(
     sizes: Sizes | None = None,
     undo: Callable[[nn.Module, Any], None] = lambda *_: None,
 ) -> tuple[Joint, Signature]:
-    """The joint graph of one microbatch on `device`, and the structure of the call.
-
-    Parameters and inputs may live on the meta device. `sizes` says which sizes of the microbatch are symbols. Sizes
-    that the model computes from them are arguments of the graph's nodes. `undo` takes out of a copy of model and loss
-    what forwards outside of steps have made since an earlier trace. Raises `TraceError`, with the user's line, where
-    the model needs values of tensors to decide what to run, or has no loss to differentiate.
-    """
+    """The joint graph of one microbatch on `device`, and the structure of the call. Parameters and inputs may live on
+    the meta device. `sizes` says which sizes of the microbatch are symbols. Sizes that the model computes from them are
+    arguments of the graph's nodes. `undo` takes out of a copy of model and loss what forwards outside of steps have
+    made since an earlier trace. Raises `TraceError`, with the user's line, where the model needs values of tensors to
+    decide what to run, or has no loss to differentiate."""
     signature = Signature.of(example_inputs, example_kwargs, example_targets)
     for spec, example in zip(
         signature.tensors, signature.flatten((*example_inputs, *example_targets), example_kwargs), strict=True
@@ -130,6 +131,37 @@ def trace(
     return (inline_sizes(joint) if sizes else joint), signature
 
 
+def without_tokens(module: fx.GraphModule) -> fx.GraphModule:
+    """Take the tokens out of the graph of a module, and return that module. The tracer threads a token, which is an
+    input and an output, through operators that do more than compute results. Those that only check values need no order
+    among them, and become plain nodes of the stage that they belong to. Raises `TraceError` for any other."""
+    graph, output = module.graph, module.graph.output_node()
+    for node in graph.find_nodes(op="call_function", target=_torch.with_effects):
+        token, target, *args = node.args
+        if target not in _torch.CHECKING_OPERATORS:
+            raise TraceError(
+                f"the model runs {target}, which acts beside its results (prints, calls an object), at "
+                f"{node.meta.get('stack_trace') or UNKNOWN_LINE}: a pipeline runs microbatches and stages in an order "
+                f"of its own. Take it out of the model"
+            )
+        with graph.inserting_before(node):
+            check = graph.call_function(target, tuple(args), node.kwargs)
+        check.meta = {**node.meta, "val": None}
+        for entry in list(node.users):
+            assert (entry.target, entry.args[1]) == (operator.getitem, 0), "a check has no result"
+            entry.replace_all_uses_with(token)
+            graph.erase_node(entry)
+        graph.erase_node(node)
+    pairs = list(zip(output.args[0], output.meta["desc"], strict=True))  # type: ignore[arg-type]
+    kept = [pair for pair in pairs if not isinstance(pair[1], _torch.TOKENS)]
+    output.args, output.meta["desc"] = (tuple(value for value, _ in kept),), [found for _, found in kept]
+    for node in graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta["desc"], _torch.TOKENS):
+            graph.erase_node(node)
+    module.recompile()
+    return module
+
+
 def afresh(
     objective_of: Callable[[], Objective], captured: Callable[[Objective], fx.GraphModule]
 ) -> tuple[Objective, fx.GraphModule]:
@@ -185,20 +217,9 @@ def canonical_names(model: nn.Module, loss_fn: Any) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in named_tensors(model, loss_fn).items()}
 
 
-def fake_like(tensor: Tensor, fake_mode: Any, device: torch.device) -> Tensor:
-    """A fake tensor with the size, strides and dtype of a tensor, on `device`. For a parameter it is a parameter."""
-    with fake_mode:
-        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-    return fake
-
-
 def fake_copies(model: nn.Module, loss_fn: Any, fake_mode: Any, device: torch.device) -> tuple[nn.Module, Any]:
     """Copies of model and loss whose parameters and buffers are fake. A tensor with two names has two names there too.
-
-    In the copies, tensors that are plain attributes are buffers. So the pipeline reads and writes the live ones.
-    """
+    In the copies, tensors that are plain attributes are buffers. So the pipeline reads and writes the live ones."""
     memo: dict[int, Any] = {}
     for name, tensor in named_tensors(model, loss_fn).items():
         if id(tensor) in memo:
@@ -208,7 +229,10 @@ def fake_copies(model: nn.Module, loss_fn: Any, fake_mode: Any, device: torch.de
             memo[id(tensor.device_mesh)] = tensor.device_mesh  # type: ignore[attr-defined]
             continue
         refuse_subclass(name, tensor)
-        memo[id(tensor)] = fake_like(tensor, fake_mode, device)
+        with fake_mode:
+            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
     fakes = dict(memo)
     try:
         fake_model = copy.deepcopy(model, memo)
@@ -243,10 +267,8 @@ def attributes_without_copy(model: nn.Module, memo: Mapping[int, Any]) -> list[s
 def as_joint(
     module: fx.GraphModule, signature: Signature, canonical: Mapping[str, str], leaves: Sequence[Tensor]
 ) -> Joint:
-    """A traced graph as a joint graph, with roles from the tracer's descriptors and one name for tied tensors.
-
-    Constant tensors become inputs. None of them may be one of the `leaves`, to which gradients flow.
-    """
+    """A traced graph as a joint graph, with roles from the tracer's descriptors and one name for tied tensors. Constant
+    tensors become inputs. None of them may be one of the `leaves`, to which gradients flow."""
     graph = copy_graph(module.graph)
     inputs = [input_port(node.meta["desc"], signature, canonical) for node in graph.find_nodes(op="placeholder")]
     constants: dict[str, Tensor] = {}
@@ -294,27 +316,26 @@ def refuse_learning(constants: Mapping[str, Tensor], placeholders: Mapping[str, 
 def input_port(description: Any, signature: Signature, canonical: Mapping[str, str]) -> Port:
     """The role and name of an input, from the tracer's description of it."""
     match description:
-        case _torch.ParamAOTInput(target=target):
+        case descriptors.ParamAOTInput(target=target):
             return Port(Role.PARAMETER, canonical[target.removeprefix(MODEL_PREFIX)])
-        case _torch.BufferAOTInput(target=target):
+        case descriptors.BufferAOTInput(target=target):
             return Port(Role.BUFFER, canonical[target.removeprefix(MODEL_PREFIX)])
-        case _torch.PlainAOTInput(idx=index):
+        case descriptors.PlainAOTInput(idx=index):
             return Port(Role.INPUT, signature.tensors[index].name)
-        case _torch.TangentAOTInput():
+        case descriptors.TangentAOTInput():
             return Port(Role.LOSS_GRADIENT, "loss")
     raise TraceError(f"the model has an input that zbfx does not know: {description}")
 
 
 def output_port(value: fx.Node, description: Any, signature: Signature, canonical: Mapping[str, str]) -> Port:
-    """The role and name of an output, from the tracer's description of it."""
     match description:
-        case _torch.PlainAOTOutput(idx=index):
+        case descriptors.PlainAOTOutput(idx=index):
             return Port(Role.LOSS, "loss") if index == 0 else Port(Role.COUNT, "count")
-        case _torch.GradAOTOutput(grad_of=_torch.ParamAOTInput(target=target)):
+        case descriptors.GradAOTOutput(grad_of=descriptors.ParamAOTInput(target=target)):
             return Port(Role.GRADIENT, canonical[target.removeprefix(MODEL_PREFIX)])
-        case _torch.InputMutationAOTOutput(mutated_input=_torch.BufferAOTInput(target=target)):
+        case descriptors.InputMutationAOTOutput(mutated_input=descriptors.BufferAOTInput(target=target)):
             return Port(Role.BUFFER_UPDATE, canonical[target.removeprefix(MODEL_PREFIX)])
-        case _torch.InputMutationAOTOutput(mutated_input=mutated):
+        case descriptors.InputMutationAOTOutput(mutated_input=mutated):
             raise TraceError(
                 f"the model writes in place into the {input_port(mutated, signature, canonical)}, at "
                 f"{value.meta.get('stack_trace') or UNKNOWN_LINE}; write into a copy (`x = x.clone()`) or a buffer"
