@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from zbfx.plan import CostTable, StageCost
-from zbfx.schedule.orders.interleaved import looped_placement
+from zbfx.schedule.orders.handmade import looped_placement
 from zbfx.schedule.orders.vshape import v_placement
 from zbfx.timing.exact import exact
 

@@ -11,8 +11,7 @@ from benchmarks.planner.paper_tables import closed_form
 from zbfx.errors import ZbfxError
 from zbfx.plan import CostTable, Kind, StageCost
 from zbfx.schedule import check, names, plan, register
-from zbfx.schedule.orders.handmade import Orders, gpipe
-from zbfx.schedule.orders.interleaved import interleaved_1f1b, looped_placement
+from zbfx.schedule.orders.handmade import Orders, gpipe, interleaved_1f1b, looped_placement
 from zbfx.schedule.orders.registry import GENERATORS
 from zbfx.schedule.orders.vshape import v_half, v_min, v_placement, zb_v
 

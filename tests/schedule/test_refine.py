@@ -47,7 +47,7 @@ def stage_orders(problem: Instance, stage: int) -> Iterator[tuple[int, ...]]:
             yield order
         for kind, done, allowed in ((F, a, a < m), (B, b, b < a), (W, c, c < b)):
             if allowed:
-                code = problem.group(kind, stage) * m + done
+                code = (kind * problem.stage_count + stage) * m + done
                 yield from extend((*order, code), a + (kind == F), b + (kind == B), c + (kind == W))
 
     return extend((), 0, 0, 0)

@@ -13,8 +13,7 @@ from zbfx.runtime.timeline import Profile
 from zbfx.schedule import plan
 from zbfx.schedule.schedule import Schedule
 from zbfx.show.chrome_trace import chrome_trace
-from zbfx.show.html import busy_s
-from zbfx.show.svg import FILLS, LEFT_PX, MEMORY_PX
+from zbfx.show.svg import FILLS, LEFT_PX, MEMORY_PX, busy_s
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 STAGE = StageCost(2, 3, 5, saved_bytes=4, weight_saved_bytes=1)

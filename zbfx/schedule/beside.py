@@ -1,11 +1,9 @@
 """W beside B: on a device with two streams, the W of one microbatch fills what the B of another leaves idle.
 
 Takes   a schedule whose costs say how long a B takes with a W beside it.
-Gives   the schedule with pairs of a W and a B, where that fits the memory limit and ends sooner. A W may start once
-        its own B has ended. Here it starts with one of the next Bs of its rank, and what it reads is held until that B
-        has ended.
-Raises  nothing.
-Source  ours. The products of a W keep a GPU's arithmetic busy while a B waits for memory, and the other way round.
+Gives   the schedule with pairs of a W and a B, where that fits the memory limit and ends sooner. A W whose own B has
+        ended starts with one of the next Bs of its rank; what it reads is held until that B has ended.
+Raises  nothing. Source: ours. A W keeps a GPU's arithmetic busy while a B waits for memory, and the other way round.
 """
 
 from __future__ import annotations
@@ -26,12 +24,10 @@ ROUNDING = 1e-9  # sums of the same times in another order
 
 
 def run_beside(schedule: Schedule, stages: frozenset[int] | None = None, *, move: bool = True) -> Schedule:
-    """The schedule with Ws (of `stages`, if given) beside Bs, where that fits its memory limit and ends sooner.
-
-    `move` lets Ws move between the other actions of their rank, which keep their order. So do the Ws of a stage:
-    gradients keep their bits. Times and bubbles of the result count actions one after the other, `expected_s` counts
-    them as they run, and `peak_bytes` covers both.
-    """
+    """The schedule with Ws (of `stages`, if given) beside Bs, where that fits its memory limit and ends sooner. `move`
+    lets Ws move between the other actions of their rank, which keep their order. So do the Ws of a stage: gradients
+    keep their bits. Times and bubbles of the result count actions one after the other, `expected_s` counts them as they
+    run, and `peak_bytes` covers both."""
     costs = schedule.costs
     options = [list(arrangements(schedule, rank, stages, move)) for rank in range(costs.rank_count)]
     best = soonest(costs, options)

@@ -1,10 +1,9 @@
 """From costs to a schedule: `plan` finds orders, `build` makes a checked `Schedule` of given orders.
 
-Takes   one cost table or several, a number of microbatches, a memory limit, and which schedule: a name, an order per
-        rank, a `Schedule`, or a generator.
+Takes   cost tables, a number of microbatches, a memory limit, and a schedule: a name, orders, a `Schedule`, or a
+        generator.
 Gives   a `Schedule`: orders, times, memory, a lower bound, and notes on what was compared.
-Raises  `InvalidSchedule` for incorrect orders, `NoFeasibleSchedule` for a limit that no schedule meets, and other
-        `ZbfxError`s for wrong arguments.
+Raises  `InvalidSchedule` for incorrect orders, `NoFeasibleSchedule` for a limit that none meets, else `ZbfxError`.
 Source  section 3 of the paper.
 """
 
@@ -51,8 +50,7 @@ def plan(
     `(costs, microbatches) -> orders`. `mem_limit` counts bytes per rank, static bytes included: a number, text like
     "24GiB", one of them per rank, a multiple like "2x" of what 1F1B's activations need, or None. Searches stop when the
     lower bound is met or after `budget_s`. `seed` fixes the way that a search takes, the clock how far it comes.
-    `rounds` of local search, then without integer programs, also fix how far, unless `budget_s` is over before.
-    """
+    `rounds` of local search, then without integer programs, also fix how far, unless `budget_s` is over before."""
     begun = time.perf_counter()
     tables = [costs] if isinstance(costs, CostTable) else list(costs)
     if not tables:
@@ -146,13 +144,7 @@ def _plan_one(
 
 
 def _search(
-    name: str,
-    costs: CostTable,
-    microbatches: int,
-    mem_limit: MemLimit,
-    budget_s: float,
-    rounds: int | None,
-    seed: int,
+    name: str, costs: CostTable, microbatches: int, mem_limit: MemLimit, budget_s: float, rounds: int | None, seed: int
 ) -> Schedule:
     """Search under the tighter of the user's limit and the schedule's own, then refine by integer programs."""
     deadline_s = time.perf_counter() + budget_s

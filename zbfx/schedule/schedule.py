@@ -15,8 +15,7 @@ from shutil import get_terminal_size
 
 from zbfx.plan import Timetable
 from zbfx.show.chrome_trace import chrome_trace
-from zbfx.show.html import html
-from zbfx.show.svg import svg
+from zbfx.show.svg import html, svg
 from zbfx.show.text import grid
 
 

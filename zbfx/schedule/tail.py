@@ -3,9 +3,8 @@
 Takes   a schedule, and for each bucket of gradients a `Portion`: its part of the Ws, and the seconds of its sum.
 Gives   a `Tail` per rank: how many of the last Ws run bucket by bucket, and in which order of the buckets, so that the
         sums hide behind them. Microbatches keep their order within a bucket.
-Raises  nothing for a schedule that was checked.
-Source  appendix A of the paper. Ws and sums are a flow shop of two machines, in which each bucket is a job. Johnson's
-        rule (1954) gives the order of jobs that ends first.
+Raises  nothing for a schedule that was checked. Source: appendix A of the paper; Johnson's rule (1954) for the flow
+        shop of two machines, Ws and sums, in which each bucket is a job.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from dataclasses import dataclass, replace
 
 from zbfx.plan import Action, Kind
 from zbfx.schedule.schedule import Schedule
-from zbfx.timing.exact import instance
-from zbfx.timing.longest_path import peak_units
+from zbfx.timing.exact import instance, peak_units
 from zbfx.timing.validity import check
 
 LEAST_HIDDEN_SHARE = 0.01  # share of the exposed time that putting off more Ws has to hide
@@ -113,11 +111,9 @@ def best_tail(endings: Sequence[Ending], portions: Sequence[Portion]) -> Tail:
 
 
 def endings(schedule: Schedule, rank: int) -> list[Ending]:
-    """The ways in which the rank may end, from no W in parts on.
-
-    Up to all Ws that end its order anyway may run in parts. More Ws are put off where what they hold fits into the
-    limit; without a limit, into the rank's peak. A rank with Ws beside Bs puts off none.
-    """
+    """The ways in which the rank may end, from no W in parts on. Up to all Ws that end its order anyway may run in
+    parts. More Ws are put off where what they hold fits into the limit; without a limit, into the rank's peak. A rank
+    with Ws beside Bs puts off none."""
     timed = unfused_spans(schedule, rank)
     order = [action for action, _, _ in timed]
     guests = dict(schedule.beside)

@@ -1,4 +1,5 @@
-"""A schedule as an SVG picture: one lane per rank, time to the right, the memory each rank holds under its lane.
+"""A schedule as an SVG picture: one lane per rank, time to the right, the memory each rank holds under its lane; and as
+one self-contained HTML page: the picture, a tooltip with action and times, a table of figures.
 
 `comparison` draws a measured step beside its plan. Every action is a `<rect>` with a `<title>` that names it and its
 times, so viewers show both on hover.
@@ -39,7 +40,7 @@ def svg(schedule: Timetable, width_px: int = 1400) -> str:
 def comparison(schedule: Timetable, measured: Sequence[Sequence[Span]], width_px: int = 1400) -> str:
     """Two lanes per rank on one scale: the plan, and below it what was measured. A W beside a B fills the lower half of
     its lane."""
-    planned = as_they_run(schedule)
+    planned, guests = as_they_run(schedule), dict(schedule.beside)
     planned_s, measured_s = (max(span.end_s for spans in lanes for span in spans) for lanes in (planned, measured))
     scale = (width_px - LEFT_PX - 8) / max(planned_s, measured_s)
     body = [
@@ -54,18 +55,12 @@ def comparison(schedule: Timetable, measured: Sequence[Sequence[Span]], width_px
     for index, (name, spans) in enumerate(lanes):
         top = HEAD_PX + index * LANE_PX + (index // 2 + index) * GAP_PX / 2
         body.append(f'<text x="4" y="{top + 15}">{name}</text>')
-        body += lane_rects(schedule, spans, top, scale)
+        # Ws beside Bs come last: they are drawn over these.
+        body += [action_rect(schedule, span, top, scale) for span in spans if span.action not in guests]
+        beside = [span for span in spans if span.action in guests]
+        body += [action_rect(schedule, span, top + LANE_PX / 2, scale, LANE_PX / 2) for span in beside]
     height_px = HEAD_PX + len(lanes) * (LANE_PX + GAP_PX)
     return document(body, width_px, height_px)
-
-
-def lane_rects(schedule: Timetable, spans: Sequence[Span], top: float, scale: float) -> list[str]:
-    """The actions of a lane. Ws beside Bs come last: they are drawn over these."""
-    guests = dict(schedule.beside)
-    alone = [action_rect(schedule, span, top, scale) for span in spans if span.action not in guests]
-    half = LANE_PX / 2
-    beside = [action_rect(schedule, span, top + half, scale, half) for span in spans if span.action in guests]
-    return alone + beside
 
 
 def document(body: Sequence[str], width_px: int, height_px: int) -> str:
@@ -110,3 +105,51 @@ def memory_area(
     points += [f"{right:.2f},{level:.2f}", f"{right:.2f},{bottom:.2f}"]
     title = f"<title>memory held, peak {amount(peak)}</title>"
     return f'<polygon class="memory" points="{" ".join(points)}" fill="#c9b3d9">{title}</polygon>'
+
+
+STYLE = """
+body { font: 14px sans-serif; margin: 1.5em; } figure { margin: 0; overflow-x: auto; }
+table { border-collapse: collapse; margin-top: 1em; } td, th { padding: 2px 10px; text-align: right; }
+#tip { position: fixed; display: none; background: #222; color: #fff; padding: 3px 7px; font: 12px monospace; }
+.same { stroke: #c00; stroke-width: 2; }
+"""
+
+# Moves each <title> into a tooltip that appears at once, and outlines the actions of the same microbatch.
+SCRIPT = """
+const tip = document.getElementById("tip");
+for (const shape of document.querySelectorAll("svg .action, svg .memory")) {
+  const title = shape.querySelector("title"), text = title.textContent;
+  title.remove();
+  const same = document.querySelectorAll(`[data-microbatch="${shape.dataset.microbatch}"]`);
+  shape.addEventListener("mousemove", event => {
+    tip.textContent = text;
+    tip.style.cssText = `display: block; left: ${event.clientX + 14}px; top: ${event.clientY + 14}px`;
+  });
+  shape.addEventListener("mouseenter", () => same.forEach(other => other.classList.add("same")));
+  shape.addEventListener("mouseleave", () => {
+    tip.style.display = "none";
+    same.forEach(other => other.classList.remove("same"));
+  });
+}
+"""
+
+
+def html(schedule: Timetable) -> str:
+    """A page that needs no other file."""
+    name = escape(schedule.name)
+    legend = " ".join(f'<span style="background:{fill}">&nbsp;{kind}&nbsp;</span>' for kind, fill in FILLS.items())
+    rows = "".join(
+        f"<tr><td>{rank}</td><td>{busy_s(schedule, rank):.6g}</td><td>{amount(peak, schedule)}</td></tr>"
+        for rank, peak in enumerate(schedule.peak_bytes)
+    )
+    notes = "".join(f"<li>{escape(note)}</li>" for note in schedule.notes)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>\n'
+        f"<style>{STYLE}</style></head><body><h1>{name}</h1><p>{legend}</p>\n<figure>{svg(schedule)}</figure>\n"
+        f"<table><tr><th>rank</th><th>busy</th><th>peak memory</th></tr>{rows}</table><ul>{notes}</ul>\n"
+        f'<div id="tip"></div><script>{SCRIPT}</script></body></html>\n'
+    )
+
+
+def busy_s(schedule: Timetable, rank: int) -> float:
+    return sum(span.end_s - span.start_s for span in schedule.spans[rank])

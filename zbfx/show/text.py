@@ -85,11 +85,10 @@ def rank_name(rank: int, schedule: Timetable) -> str:
 
 def time_rows(schedule: Timetable, width: int) -> list[TextLine]:
     label = labeller(schedule)
-    names = [rank_name(rank, schedule) for rank in range(schedule.costs.rank_count)]
     scale = characters_per_second(schedule, width)
     rows = []
-    for name, spans in zip(names, schedule.spans, strict=True):
-        line: TextLine = [(name, None)]
+    for rank, spans in enumerate(schedule.spans):
+        line: TextLine = [(rank_name(rank, schedule), None)]
         drawn = 0
         for span in spans:
             begin, end = round(span.start_s * scale), round(span.end_s * scale)

@@ -1,10 +1,9 @@
-"""A cost table in whole numbers, and actions as small integers: the form in which the planner computes.
+"""A cost table in whole numbers, actions as small integers, and longest paths through them: what the planner computes.
 
 Takes   a cost table and a number of microbatches.
 Gives   an `Instance`: times in ticks, sizes in units, actions as codes. Sums of floats would break the questions "does
         this F still fit?" and "is the bound met?". A float stands for the decimal number that it prints.
-Raises  `ZbfxError` for less than one microbatch; `InvalidSchedule` for orders that name other ranks or actions.
-Source  ours.
+Raises  `ZbfxError` for less than one microbatch; `InvalidSchedule` for other ranks or actions in orders. Source: ours.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def exact(value: Number) -> Fraction:
     return Fraction(repr(float(value))) if isinstance(value, float) else Fraction(value)
 
 
-def _exact_seconds(stage: StageCost, kind: Kind) -> Fraction:
+def exact_seconds(stage: StageCost, kind: Kind) -> Fraction:
     if kind is Kind.BW and stage.backward_s is None:
         return exact(stage.backward_input_s) + exact(stage.backward_weight_s)  # summed as floats they would round
     return exact(stage.seconds(kind))
@@ -43,12 +42,10 @@ def _scaled(columns: Sequence[Sequence[Number]]) -> tuple[list[list[int]], int]:
 
 @dataclass(frozen=True)
 class Instance:
-    """One planning problem in integers; `S` stages, `m` microbatches, `p` ranks.
-
-    The group of an action is `kind * S + stage`, its code `group * m + microbatch`. `ticks[group]` is how long it
-    takes, `grows[group]` what it adds to its rank's memory, `sources[group]` whose outputs it waits for. Others find
-    its result under `output[group]`: its own group, but for a fused backward BW that of its B.
-    """
+    """One planning problem in integers; `S` stages, `m` microbatches, `p` ranks. The group of an action is
+    `kind * S + stage`, its code `group * m + microbatch`. `ticks[group]` is how long it takes, `grows[group]` what it
+    adds to its rank's memory, `sources[group]` whose outputs it waits for. Others find its result under
+    `output[group]`: its own group, but for a fused backward BW that of its B."""
 
     stage_count: int
     rank_count: int
@@ -67,9 +64,6 @@ class Instance:
 
     def bytes(self, units: int) -> float:
         return units / self.units_per_byte
-
-    def group(self, kind: int, stage: int) -> int:
-        return kind * self.stage_count + stage
 
     def code(self, action: Action) -> int:
         return (KIND_INDEX[action.kind] * self.stage_count + action.stage) * self.microbatches + action.microbatch
@@ -111,18 +105,13 @@ def instance(costs: CostTable, microbatches: int) -> Instance:
         raise ZbfxError(f"a step has at least one microbatch; found {microbatches}")
     stages = costs.stages
     count = len(stages)
-    times = [[_exact_seconds(stage, kind) for stage in stages] for kind in KINDS]
+    times = [[exact_seconds(stage, kind) for stage in stages] for kind in KINDS]
     forward = [0 if edge.forward_s is None else edge.forward_s for edge in costs.edges]
     backward = [0 if edge.backward_s is None else edge.backward_s for edge in costs.edges]
     (*kinds, forward_ticks, backward_ticks), ticks_per_s = _scaled([*times, forward, backward])
-    (saved, weight_saved, static, transient), units_per_byte = _scaled(
-        [
-            [s.saved_bytes for s in stages],
-            [s.weight_saved_bytes for s in stages],
-            [s.static_bytes for s in stages],
-            [s.transient_bytes for s in stages],
-        ]
-    )
+    sizes = ("saved_bytes", "weight_saved_bytes", "static_bytes", "transient_bytes")
+    columns = [[getattr(stage, name) for stage in stages] for name in sizes]
+    (saved, weight_saved, static, transient), units_per_byte = _scaled(columns)
     sources: list[list[Dependency]] = [[] for _ in range(4 * count)]
     for stage in range(count):
         sources[B * count + stage].append((F * count + stage, 0))
@@ -156,3 +145,69 @@ def instance(costs: CostTable, microbatches: int) -> Instance:
         ticks_per_s=ticks_per_s,
         units_per_byte=units_per_byte,
     )
+
+
+@dataclass(frozen=True)
+class LongestPaths:
+    """Start ticks per rank and position, how many of its actions each rank reached, and whether all were."""
+
+    starts: tuple[tuple[int, ...], ...]
+    reached: tuple[int, ...]
+    complete: bool
+
+
+def longest_paths(problem: Instance, orders: Sequence[Sequence[int]]) -> LongestPaths:
+    """When the actions of coded orders start. Ranks that wait for one another for ever stay where they stand."""
+    m = problem.microbatches
+    ticks, output = problem.ticks, problem.output
+    sources = [[(group * m, lag) for group, lag in needed] for needed in problem.sources]
+    ends = [-1] * (3 * problem.stage_count * m)
+    starts: list[list[int]] = [[] for _ in orders]
+    clocks = [0] * len(orders)
+    waiting: dict[int, list[int]] = {}
+    runnable = list(range(len(orders)))
+    while runnable:
+        rank = runnable.pop()
+        order, begun, clock = orders[rank], starts[rank], clocks[rank]
+        for position in range(len(begun), len(order)):
+            group, microbatch = divmod(order[position], m)
+            start = clock
+            for base, lag in sources[group]:
+                end = ends[base + microbatch]
+                if end < 0:
+                    waiting.setdefault(base + microbatch, []).append(rank)
+                    start = -1
+                    break
+                if end + lag > start:
+                    start = end + lag
+            if start < 0:
+                break
+            begun.append(start)
+            clock = start + ticks[group]
+            produced = output[group] * m + microbatch
+            ends[produced] = clock
+            if produced in waiting:
+                runnable.extend(waiting.pop(produced))
+        clocks[rank] = clock
+    reached = tuple(map(len, starts))
+    return LongestPaths(tuple(map(tuple, starts)), reached, reached == tuple(map(len, orders)))
+
+
+def iteration_ticks(problem: Instance, orders: Sequence[Sequence[int]], starts: Sequence[Sequence[int]]) -> int:
+    """The paper's cost: the longest rank's time from its first start to its last end."""
+    m, ticks = problem.microbatches, problem.ticks
+    return max(
+        (begun[-1] + ticks[order[-1] // m] - begun[0] for order, begun in zip(orders, starts, strict=True) if order),
+        default=0,
+    )
+
+
+def peak_units(problem: Instance, order: Sequence[int]) -> int:
+    """The most that one rank's order ever holds, without what it holds throughout."""
+    m, grows = problem.microbatches, problem.grows
+    held = peak = 0
+    for code in order:
+        held += grows[code // m]
+        if held > peak:
+            peak = held
+    return peak

@@ -81,11 +81,9 @@ def from_text(number: str, text: str, unit: int = 1) -> Fraction:
 
 
 def smallest_limit(costs: CostTable, rank: int) -> Fraction:
-    """The least bytes with which `rank` can run at all.
-
-    One microbatch after the other, each backward fused, holds one M_B per stage and nothing else. No order holds less
-    where each stage feeds the next: a forward passes all stages of the rank before its backward returns to the first.
-    """
+    """The least bytes with which `rank` can run at all. One microbatch after the other, each backward fused, holds one
+    M_B per stage and nothing else. No order holds less where each stage feeds the next: a forward passes all stages of
+    the rank before its backward returns to the first."""
     return rank_static_bytes(costs, rank) + sum(
         (exact(costs.stages[s].saved_bytes) for s in costs.stages_of(rank)), Fraction()
     )

@@ -3,8 +3,11 @@
 Takes   a cost table, a number of microbatches, an order of actions per rank.
 Gives   a `Timeline`. An action starts as soon as its rank has finished the action before it and every value that it
         needs has arrived. Sending takes time on the edge, none on the rank.
-Raises  `InvalidSchedule` for orders that cannot run to their end.
-Source  appendix G of the paper, constraints (formula:Fdep) to (formula:ScheduleDep).
+Raises  `InvalidSchedule` for a deadlock. Source: appendix G of the paper, (formula:Fdep) to (formula:ScheduleDep).
+
+Ranks stop for ever only at a cycle of data and order. Every ordered pair of ranks has one first-in-first-out channel,
+on which values are sent right after their action. A send holds its channel, not the rank. Before an action the receiver
+takes what its channels carry, up to the values that it needs: no channel waits for a value behind it.
 """
 
 from __future__ import annotations
@@ -14,9 +17,7 @@ from dataclasses import dataclass
 
 from zbfx.errors import InvalidSchedule
 from zbfx.plan import Action, CostTable, Span
-from zbfx.timing.deadlock import describe_deadlock
-from zbfx.timing.exact import Instance, instance
-from zbfx.timing.longest_path import iteration_ticks, longest_paths
+from zbfx.timing.exact import Instance, instance, iteration_ticks, longest_paths
 
 
 @dataclass(frozen=True)
@@ -65,3 +66,70 @@ def simulate(costs: CostTable, microbatches: int, ranks: Sequence[Sequence[Actio
     if timed is None:
         raise InvalidSchedule(describe_deadlock(problem, problem.encode(ranks)))
     return timed
+
+
+def excerpt(ranks: Sequence[Sequence[Action]], marks: dict[int, int], context: int = 4) -> str:
+    """The rank x step grid around the cells `marks` (rank -> step), each drawn as >F0.3<."""
+    first = max(0, min(marks.values(), default=0) - context)
+    last = min(max(marks.values(), default=0) + context + 1, max(map(len, ranks), default=0))
+    cells = [
+        [
+            f">{order[step]}<" if marks.get(rank) == step else f" {order[step]} "
+            for step in range(first, min(last, len(order)))
+        ]
+        for rank, order in enumerate(ranks)
+    ]
+    width = max((len(cell) for row in cells for cell in row), default=0)
+    lead = "... " if first else ""
+    header = "step".ljust(9) + " " * len(lead) + " ".join(str(step).center(width) for step in range(first, last))
+    lines = [
+        f"rank {rank}".ljust(9)
+        + lead
+        + " ".join(cell.center(width) for cell in row)
+        + (" ..." if last < len(ranks[rank]) else "")
+        for rank, row in enumerate(cells)
+    ]
+    return "\n".join(line.rstrip() for line in [header, *lines])
+
+
+def describe_deadlock(problem: Instance, orders: Sequence[Sequence[int]]) -> str:
+    """Name the cycle (or the action that nobody runs) at which coded `orders` stop."""
+    reached = longest_paths(problem, orders).reached
+    m = problem.microbatches
+    made_by = {
+        problem.output[code // m] * m + code % m: (rank, step)
+        for rank, order in enumerate(orders)
+        for step, code in enumerate(order)
+    }
+
+    def needed(rank: int) -> int:
+        """The output that `rank` waits for."""
+        group, microbatch = divmod(orders[rank][reached[rank]], m)
+        for source, _ in problem.sources[group]:
+            wanted = source * m + microbatch
+            maker = made_by.get(wanted)
+            if maker is None or maker[1] >= reached[maker[0]]:
+                return wanted
+        raise AssertionError("a rank stands still although all that it needs is there")
+
+    rank = next(rank for rank, order in enumerate(orders) if reached[rank] < len(order))
+    path: list[int] = []
+    while rank not in path:
+        path.append(rank)
+        wanted = needed(rank)
+        if wanted not in made_by:
+            stuck = problem.action(orders[rank][reached[rank]])
+            text = f"rank {rank} waits at {stuck} for {problem.action(wanted)}, which no rank runs"
+            return f"{text}\n{excerpt(problem.decode(orders), {rank: reached[rank]})}"
+        rank = made_by[wanted][0]
+    cycle = path[path.index(rank) :]
+    reasons = []
+    for rank in cycle:
+        stuck, wanted = problem.action(orders[rank][reached[rank]]), needed(rank)
+        maker = made_by[wanted][0]
+        waits = problem.action(orders[maker][reached[maker]])
+        reasons.append(
+            f"rank {rank} waits at {stuck} for {problem.action(wanted)}, which rank {maker} runs only after {waits}"
+        )
+    picture = excerpt(problem.decode(orders), {rank: reached[rank] for rank in cycle})
+    return f"deadlock: {'; '.join(reasons)}. Move one of the marked actions back.\n{picture}"

@@ -2,9 +2,8 @@
 
 Takes   a cost table, a number of microbatches, an order of actions per rank, a memory limit.
 Gives   the `Timeline` of a correct schedule.
-Raises  `InvalidSchedule`, with a picture of the ranks around the first broken rule; `OverLimit` if that rule is the
-        memory limit; `NoFeasibleSchedule` if no order at all meets the limit.
-Source  appendix G of the paper. The ascending order of Fs is ours.
+Raises  `InvalidSchedule` with a picture of the ranks around the first broken rule, `OverLimit` if that is the memory
+        limit; `NoFeasibleSchedule` if no order meets the limit. Source: appendix G of the paper; ascending Fs are ours.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ from collections.abc import Sequence
 
 from zbfx.errors import InvalidSchedule, OverLimit
 from zbfx.plan import Action, CostTable, Kind
-from zbfx.timing.deadlock import excerpt
 from zbfx.timing.exact import Instance, instance
 from zbfx.timing.limits import MemLimit, limit_per_rank, require_feasible
-from zbfx.timing.simulate import Timeline, simulate
+from zbfx.timing.simulate import Timeline, excerpt, simulate
 
 BEFORE = {Kind.F: (), Kind.B: (Kind.F,), Kind.W: (Kind.B,), Kind.BW: (Kind.F,)}  # of one stage and microbatch
 
@@ -25,10 +23,8 @@ def check(
     costs: CostTable, microbatches: int, ranks: Sequence[Sequence[Action]], mem_limit: MemLimit = None
 ) -> Timeline:
     """Raise unless `ranks` runs every F, B and W exactly once, in a possible order, within the limit and to the end.
-
     Every stage runs its Fs in ascending order of microbatches; Bs and Ws may come in any order. Raises InvalidSchedule
-    with a picture of the ranks around the failing cell, NoFeasibleSchedule if no order at all meets the limit.
-    """
+    with a picture of the ranks around the failing cell, NoFeasibleSchedule if no order at all meets the limit."""
     problem = instance(costs, microbatches)
     limits = limit_per_rank(costs, mem_limit)
     require_feasible(costs, limits)
@@ -99,12 +95,9 @@ def _check_memory(
         for step, code in enumerate(order):
             held += problem.grows[code // m]
             if held > allowed[rank]:
-                raise _fail(
-                    ranks,
-                    rank,
-                    step,
+                text = (
                     f"{ranks[rank][step]} raises memory to {problem.bytes(held + problem.static[rank]):g}, "
                     f"over the limit of {problem.bytes(allowed[rank] + problem.static[rank]):g}; "
-                    f"this order needs {timed.peak_bytes[rank]:g}",
-                    OverLimit,
+                    f"this order needs {timed.peak_bytes[rank]:g}"
                 )
+                raise _fail(ranks, rank, step, text, OverLimit)

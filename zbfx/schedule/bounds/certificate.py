@@ -2,8 +2,7 @@
 
 Takes   a cost table, a number of microbatches, a limit per rank; later the cost of a schedule, and a deadline.
 Gives   a `Certificate`: the bound in seconds, and which argument gives it.
-Raises  nothing.
-Source  ours.
+Raises  nothing. Source: ours.
 """
 
 from __future__ import annotations

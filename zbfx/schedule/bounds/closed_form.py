@@ -36,13 +36,11 @@ def work_bound(problem: Instance) -> int:
 
 
 def tail_idle(pipe: LinearPipeline) -> list[int]:
-    """Idle ticks that stage i cannot avoid after its last F.
-
-    From the end of its last F until its last W ends, stage i sees that microbatch travel to the last stage and back:
-    at least z_i + T_W with z_last = T_B and z_i = z_(i+1) + T_F(i+1) + T_B(i) + T_comm both ways. When the last F ends,
-    a >= 1 microbatches wait for B and w for W, so a M_B + w M_W <= M and a + w <= m; all work left is
-    a T_B + (a + w) T_W. What the window exceeds the largest such work by is idle.
-    """
+    """Idle ticks that stage i cannot avoid after its last F. From the end of its last F until its last W ends, stage i
+    sees that microbatch travel to the last stage and back: at least z_i + T_W with z_last = T_B and z_i = z_(i+1) +
+    T_F(i+1) + T_B(i) + T_comm both ways. When the last F ends, a >= 1 microbatches wait for B and w for W, so a M_B + w
+    M_W <= M and a + w <= m; all work left is a T_B + (a + w) T_W. What the window exceeds the largest such work by is
+    idle."""
     idle, window = [], 0
     for i in reversed(pipe.stages):
         window = (
@@ -74,8 +72,7 @@ def head_tail_bound(pipe: LinearPipeline) -> HeadTail:
     for stage i+1's, whose clock starts T_F + T_comm later, so x_i >= x_(i+1) + R_i. If k_i < m the last F comes after
     the first B, so head and tail idle add up: C >= m S_i + (x_i - k_i T_F) + t_i; if k_i = m the larger of them counts.
     For a given C the last stage's smallest admissible x is best for all others, so one sweep from the last stage
-    decides whether integers k_i exist; the bound is the smallest C for which they do, found by bisection.
-    """
+    decides whether integers k_i exist; the bound is the smallest C for which they do, found by bisection."""
     tails = tail_idle(pipe)
     low, high = max(map(pipe.work, pipe.stages)), max(map(pipe.work, pipe.stages)) + max(head_needs(pipe)) + max(tails)
     while low < high:
@@ -113,12 +110,10 @@ def _warm_up(pipe: LinearPipeline, tails: list[int], cost: int) -> tuple[tuple[i
 
 
 def stream_bound(pipe: LinearPipeline) -> int:
-    """Bound (b): some rank r waits for everything that a later stage i does between its first F and its last B.
-
-    Stage i's first F starts no earlier than the way from stage r's first F, its last B ends no later than the way back
-    to stage r's last B, which a W of stage r follows. In between stage i does m Fs, m Bs, is idle at its head (x_i at
-    its least and k_i at its most), and runs all Ws but the floor(M / M_W) whose M_W it may still hold at its last B.
-    """
+    """Bound (b): some rank r waits for everything that a later stage i does between its first F and its last B. Stage
+    i's first F starts no earlier than the way from stage r's first F, its last B ends no later than the way back to
+    stage r's last B, which a W of stage r follows. In between stage i does m Fs, m Bs, is idle at its head (x_i at its
+    least and k_i at its most), and runs all Ws but the floor(M / M_W) whose M_W it may still hold at its last B."""
     needs = head_needs(pipe)
     best = 0
     for i in pipe.stages:
@@ -152,8 +147,7 @@ def one_rank_bound(problem: Instance, limits: Sequence[int] | None) -> int:
     travel from it to the rank's first B: x. Only Fs can run before, at most as many as memory holds; the rest of x is
     idle. Likewise from the end of the rank's last F, which is the last F of one of its stages, that microbatch must
     travel to the end of its Bs and of a W on this rank; what is left to do then is what memory holds. The two idle
-    times are disjoint if memory cannot hold all Fs before the first B; else the longer one counts.
-    """
+    times are disjoint if memory cannot hold all Fs before the first B; else the longer one counts."""
     count, m = problem.stage_count, problem.microbatches
     best = 0
     for rank in range(problem.rank_count):
@@ -176,11 +170,9 @@ def one_rank_bound(problem: Instance, limits: Sequence[int] | None) -> int:
 
 
 def occupancy_bound(problem: Instance, limits: Sequence[int] | None) -> int:
-    """Memory times time: a rank whose limit is M offers at most M C while it takes C.
-
-    Each microbatch takes M_B of stage s from the start of its F to the end of its B, at least as long as its way from
-    one to the other, and M_W during its W.
-    """
+    """Memory times time: a rank whose limit is M offers at most M C while it takes C. Each microbatch takes M_B of
+    stage s from the start of its F to the end of its B, at least as long as its way from one to the other, and M_W
+    during its W."""
     if limits is None:
         return 0
     count, m = problem.stage_count, problem.microbatches
@@ -189,9 +181,7 @@ def occupancy_bound(problem: Instance, limits: Sequence[int] | None) -> int:
         held = paths_from(problem, stage)[B * count + stage] + problem.ticks[B * count + stage]
         pending = -problem.grows[W * count + stage] * problem.ticks[W * count + stage]
         taken[rank] += m * (problem.grows[stage] * int(held) + pending)
-    return (
-        max(-(-needed // limit) for needed, limit in zip(taken, limits, strict=True) if limit > 0) if any(limits) else 0
-    )
+    return max((-(-needed // limit) for needed, limit in zip(taken, limits, strict=True) if limit > 0), default=0)
 
 
 def _most_before_first_b(problem: Instance, stages: Sequence[int], limit: int | None) -> tuple[int, int]:

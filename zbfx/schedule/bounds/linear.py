@@ -2,8 +2,7 @@
 
 Takes   an `Instance` and a limit per rank.
 Gives   a `LinearPipeline`, or None for another placement. `split_only` gives costs without fused backwards.
-Raises  nothing.
-Source  section 2.3 of the paper for the symbols.
+Raises  nothing. Source: section 2.3 of the paper for the symbols.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zbfx.plan import CostTable, StageCost
-from zbfx.timing.exact import BW, B, F, Instance, W, exact
+from zbfx.plan import CostTable, Kind, StageCost
+from zbfx.timing.exact import BW, B, F, Instance, W, exact, exact_seconds
 
 
 @dataclass(frozen=True)
@@ -89,16 +88,14 @@ def linear_pipeline(problem: Instance, limits: Sequence[int] | None) -> LinearPi
 
 
 def split_only(costs: CostTable) -> CostTable:
-    """Costs under which no fused backward beats B and W apart, and no schedule costs more than under `costs`.
-
-    Let B' take min(T_B, T_BW), W' the rest of min(T_B + T_W, T_BW), and hold min(M_B, M_W) in between. Replace every BW
-    by B' and W' back to back: as long at most, the gradient earlier, memory no higher. Every B and W become no longer
-    and hold no more. So a lower bound for the result is one for `costs`.
-    """
+    """Costs under which no fused backward beats B and W apart, and no schedule costs more than under `costs`. Let B'
+    take min(T_B, T_BW), W' the rest of min(T_B + T_W, T_BW), and hold min(M_B, M_W) in between. Replace every BW by B'
+    and W' back to back: as long at most, the gradient earlier, memory no higher. Every B and W become no longer and
+    hold no more. So a lower bound for the result is one for `costs`."""
 
     def relaxed(stage: StageCost) -> StageCost:
         apart = exact(stage.backward_input_s) + exact(stage.backward_weight_s)
-        fused = apart if stage.backward_s is None else exact(stage.backward_s)
+        fused = exact_seconds(stage, Kind.BW)
         backward = min(exact(stage.backward_input_s), fused)
         return replace(
             stage,

@@ -202,10 +202,8 @@ class Propagation:
 
 
 def propagation_bound(states: Propagation, low: int, high: int, deadline_s: float) -> int:
-    """The largest refuted cost plus one in [low, high], where `low` is a bound and `high` the cost of a schedule.
-
-    Tries `high - 1` first, which alone can prove the schedule optimal, then halves the rest.
-    """
+    """The largest refuted cost plus one in [low, high], where `low` is a bound and `high` the cost of a schedule. Tries
+    `high - 1` first, which alone can prove the schedule optimal, then halves the rest."""
     if low >= high or perf_counter() > deadline_s:
         return low
     if states.possible_times(high - 1, deadline_s) is None:

@@ -1,8 +1,7 @@
 """The integer linear program of a window of a schedule.
 
 Takes   the forced orders of a window, the costs of interest, a limit per rank.
-Gives   an `IntegerProgram`. Start times are continuous; for every two actions of a rank whose order is not forced a
-        binary says which comes first.
+Gives   an `IntegerProgram`: continuous start times, and a binary for every two actions of a rank in no forced order.
 Raises  nothing.
 Source  appendix G of the paper, with three differences:
         - Microbatches keep their order within each kind and stage. Without that the objective as printed allows cost 0.
@@ -57,10 +56,8 @@ NEVER, ALWAYS = Term(0.0), Term(1.0)
 
 
 class Formulation:
-    """Columns (the cost, a start per action, a binary per open pair) and rows of one window.
-
-    Times are in units of the window's longest action and count from its opening, which keeps coefficients near 1.
-    """
+    """Columns (the cost, a start per action, a binary per open pair) and rows of one window. Times are in units of the
+    window's longest action and count from its opening, which keeps coefficients near 1."""
 
     def __init__(self, forced: Precedence, bound_ticks: int, cost_ticks: int) -> None:
         self.forced, self.window = forced, forced.window
@@ -108,10 +105,8 @@ class Formulation:
 
 
 def formulate(forced: Precedence, bound_ticks: int, cost_ticks: int, limits: Sequence[int] | None) -> IntegerProgram:
-    """The program for orders that cost from `bound_ticks` to `cost_ticks`. `limits`: memory units per rank.
-
-    It starts from the window's present order, if that costs no more than `cost_ticks`.
-    """
+    """The program for orders that cost from `bound_ticks` to `cost_ticks`. `limits`: memory units per rank. It starts
+    from the window's present order, if that costs no more than `cost_ticks`."""
     model = Formulation(forced, bound_ticks, cost_ticks)
     window = forced.window
     add_times(model)
@@ -124,14 +119,10 @@ def formulate(forced: Precedence, bound_ticks: int, cost_ticks: int, limits: Seq
     for a, b, c in triples if len(triples) <= MOST_TRIPLES else ():
         model.add([(1.0, model.first(a, b)), (1.0, model.first(b, c)), (-1.0, model.first(a, c))], 1.0)
     if window.cost_ticks <= cost_ticks:
-        model.program.start = present_values(model)
+        # Actions are numbered in the present order, so the lower one of a pair comes first.
+        starts = map(model.time, window.starts)
+        model.program.start = [model.length(window.cost_ticks), *starts, *[1.0] * len(model.pairs)]
     return model.program
-
-
-def present_values(model: Formulation) -> list[float]:
-    """The present order as a solution. Actions are numbered in that order, so the lower one of a pair comes first."""
-    window = model.window
-    return [model.length(window.cost_ticks), *map(model.time, window.starts), *[1.0] * len(model.pairs)]
 
 
 def starts_of(forced: Precedence, values: Sequence[float]) -> Sequence[float]:

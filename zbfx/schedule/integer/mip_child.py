@@ -2,9 +2,8 @@
 
 Takes   a program as JSON on stdin.
 Gives   the solver's status, values and bound as JSON on stdout.
-Raises  whatever the solver raises. This file imports nothing of zbfx: a solver that crashes, hangs or exhausts memory
-        takes only this process with it.
-Source  python-mip.
+Raises  whatever the solver raises. Source: python-mip. This file imports nothing of zbfx: a solver that crashes, hangs
+        or exhausts memory takes only this process with it.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
 Takes   a window, the most ticks, a limit per rank.
 Gives   a `Precedence`: forced orders, earliest starts (heads) and latest ends; None if no order costs so little.
-Raises  nothing.
-Source  immediate selection in a disjunctive problem (Carlier and Pinson 1989). Heads and ends follow from releases,
-        deadlines, arcs and the work that must lie between. Where one of two actions of a rank cannot come first any
-        more, the other must, and that moves heads and ends again. The memory limit forces orders likewise.
+Raises  nothing. Source: immediate selection in a disjunctive problem (Carlier and Pinson 1989). Where one of two
+        actions of a rank cannot come first, by time or memory, the other must, and that moves heads and ends again.
 """
 
 from __future__ import annotations
@@ -63,10 +61,8 @@ def rank_members(window: Window) -> list[list[int]]:
 
 
 def forced_precedence(window: Window, cost_ticks: int, limits: Sequence[int] | None) -> Precedence | None:
-    """All forced orders that are found, or None if no order costs `cost_ticks` or less.
-
-    `limits`: memory units per rank.
-    """
+    """All forced orders that are found, or None if no order costs `cost_ticks` or less. `limits`: memory units per
+    rank."""
     if window.floor_ticks > cost_ticks:
         return None
     count = len(window.codes)
@@ -79,7 +75,11 @@ def forced_precedence(window: Window, cost_ticks: int, limits: Sequence[int] | N
 
 def tighten(found: Precedence, limits: Sequence[int] | None) -> bool:
     """Repeat until nothing changes. False if no order is left."""
-    into, out = arcs_by_end(found.window)
+    into: list[list[tuple[int, int]]] = [[] for _ in found.window.codes]
+    out: list[list[tuple[int, int]]] = [[] for _ in found.window.codes]
+    for a, b, lag in found.window.arcs:
+        into[b].append((a, lag))
+        out[a].append((b, lag))
     rows = rank_members(found.window)
     known = -1
     while known != (known := sum(mask.bit_count() for mask in found.before)):
@@ -95,15 +95,6 @@ def tighten(found: Precedence, limits: Sequence[int] | None) -> bool:
         ):
             return False
     return True
-
-
-def arcs_by_end(window: Window) -> tuple[list[list[tuple[int, int]]], list[list[tuple[int, int]]]]:
-    into: list[list[tuple[int, int]]] = [[] for _ in window.codes]
-    out: list[list[tuple[int, int]]] = [[] for _ in window.codes]
-    for a, b, lag in window.arcs:
-        into[b].append((a, lag))
-        out[a].append((b, lag))
-    return into, out
 
 
 def raise_heads(found: Precedence, into: Sequence[Sequence[tuple[int, int]]], rows: Sequence[Sequence[int]]) -> None:
@@ -150,9 +141,7 @@ def select_by_time(found: Precedence) -> bool:
 
 def select_by_memory(found: Precedence, actions: Sequence[int], free_units: int) -> bool:
     """Before each action that takes memory, order what must release some first; after it, what would leave it no room.
-
-    False if an action does not fit even after all that may release memory before it.
-    """
+    False if an action does not fit even after all that may release memory before it."""
     grows = found.window.grows
     for b in actions:
         if grows[b] <= 0:

@@ -121,21 +121,16 @@ def run_child(command: Sequence[str], text: str, limit_s: float) -> str:
             f"the solver did not stop within {limit_s:g} s and was ended; the plan stays as it was. "
             "Give it more time or a smaller problem"
         ) from None
-    finally:
-        end_session(child)
+    finally:  # the child's whole session ends, also on Ctrl-C in the parent
+        with suppress(ProcessLookupError):  # all of it has ended
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        for stream in (child.stdin, child.stdout, child.stderr):
+            if stream is not None:
+                stream.close()
     if child.returncode:
         raise SolverFailed(f"{why_failed(child.returncode, errors)}; the plan stays as it was")
     return output
-
-
-def end_session(child: subprocess.Popen[str]) -> None:
-    """Kill the child's whole session, also on Ctrl-C in the parent."""
-    with suppress(ProcessLookupError):  # all of it has ended
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-    for stream in (child.stdin, child.stdout, child.stderr):
-        if stream is not None:
-            stream.close()
 
 
 def why_failed(status: int, errors: str) -> str:

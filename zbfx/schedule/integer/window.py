@@ -1,11 +1,9 @@
 """A part of a schedule whose order is free, cut out so that the rest acts on it only through numbers.
 
 Takes   timed orders of all ranks, and which stretch of the actions by start is free.
-Gives   a `Window`. What runs before it gives each action a release time and each rank the memory it holds. What runs
-        after it gives, per action and rank, the ticks from the action's end to the end of that rank's step. The window
-        that takes everything is the whole problem.
-Raises  nothing.
-Source  ours.
+Gives   a `Window`: per action a release time and the ticks from its end to the end of each rank's step, per rank the
+        memory held when it opens. The window that takes everything is the whole problem.
+Raises  nothing. Source: ours.
 """
 
 from __future__ import annotations
@@ -14,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
-from zbfx.timing.exact import BW, B, Instance
-from zbfx.timing.longest_path import longest_paths
+from zbfx.timing.exact import BW, B, Instance, longest_paths
 
 Arc = tuple[int, int, int]  # (a, b, lag): b starts no earlier than `lag` ticks after the end of a
 
@@ -72,10 +69,8 @@ class TimedOrders:
 
 @dataclass(frozen=True)
 class Window:
-    """Free actions, numbered from 0 rank by rank in their present order, and what the fixed rest imposes on them.
-
-    Times in ticks.
-    """
+    """Free actions, numbered from 0 rank by rank in their present order, and what the fixed rest imposes on them. Times
+    in ticks."""
 
     codes: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -161,10 +156,8 @@ def fixed_arcs(timed: TimedOrders, numbers: Sequence[int]) -> list[Arc]:
 
 
 def tails_of(timed: TimedOrders, first: int, last: int) -> dict[int, dict[int, int]]:
-    """Per action and rank the ticks from the action's end to the end of the rank's step, over fixed actions only.
-
-    What follows an action on its rank is the next fixed action, so free actions in between do not count.
-    """
+    """Per action and rank the ticks from the action's end to the end of the rank's step, over fixed actions only. What
+    follows an action on its rank is the next fixed action, so free actions in between do not count."""
     problem, m = timed.problem, timed.problem.microbatches
     free = set(timed.by_start[first:last])
     users: dict[int, list[tuple[int, int]]] = {}

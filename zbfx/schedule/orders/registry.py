@@ -14,24 +14,21 @@ from math import inf
 
 from zbfx.errors import ZbfxError
 from zbfx.plan import CostTable
-from zbfx.schedule.orders.handmade import Orders, gpipe, one_f_one_b, require_linear, zb_h1, zb_h2
-from zbfx.schedule.orders.interleaved import interleaved_1f1b
-from zbfx.schedule.orders.vshape import require_v, v_half, v_min, zb_v
+from zbfx.schedule.orders import handmade, vshape
+from zbfx.schedule.orders.handmade import Orders
 
 Generator = Callable[[CostTable, int], Orders]
 
 
 @dataclass(frozen=True)
 class Searched:
-    """A schedule that is searched for under a limit of its own.
-
-    `require_placement` raises for a placement that the name does not stand for. Integer programs get `program_share`
-    of the time; of a large problem they get `large_program_share`, for they help little there. `compares`: the
-    schedules of all generators are compared, also where the search meets its bound without them.
-    """
+    """A schedule that is searched for under a limit of its own. `require_placement` raises for a placement that the
+    name does not stand for. Integer programs get `program_share` of the time; of a large problem they get
+    `large_program_share`, for they help little there. `compares`: the schedules of all generators are compared, also
+    where the search meets its bound without them."""
 
     mem_limit: str | None
-    require_placement: Callable[[str, CostTable], None]
+    require_placement: Callable[[str, CostTable], object] = lambda name, costs: None
     program_share: float = 0.5
     large_program_share: float = 0.1
     compares: bool = False
@@ -49,8 +46,7 @@ class Shape:
     folds: bool = False
 
     def placement(self, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-        """Stage -> rank."""
-        return (*range(ranks), *reversed(range(ranks))) if self.folds else tuple(range(ranks)) * stages_per_rank
+        return vshape.v_placement(ranks) if self.folds else handmade.looped_placement(ranks, stages_per_rank)
 
 
 ANY = Shape("any number of stages a rank")
@@ -66,27 +62,23 @@ SHAPES = {
 }
 
 
-def any_placement(name: str, costs: CostTable) -> None:
-    """Accept everything."""
-
-
 GENERATORS: dict[str, Generator] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "interleaved-1f1b": interleaved_1f1b,
-    "zb-v-order": zb_v,
-    "v-half": v_half,
-    "v-min": v_min,
+    "gpipe": handmade.gpipe,
+    "1f1b": handmade.one_f_one_b,
+    "zb-h1": handmade.zb_h1,
+    "zb-h2": handmade.zb_h2,
+    "interleaved-1f1b": handmade.interleaved_1f1b,
+    "zb-v-order": vshape.zb_v,
+    "v-half": vshape.v_half,
+    "v-min": vshape.v_min,
 }
 
 SEARCHED: dict[str, Searched] = {
-    "zb-1p": Searched("1x", require_linear),
-    "zb-2p": Searched("2x", require_linear),
-    "zb-v": Searched("1x", require_v),
-    "ilp": Searched(None, any_placement, program_share=0.9, large_program_share=0.9),
-    "auto": Searched(None, any_placement, compares=True),
+    "zb-1p": Searched("1x", handmade.require_linear),
+    "zb-2p": Searched("2x", handmade.require_linear),
+    "zb-v": Searched("1x", vshape.require_v),
+    "ilp": Searched(None, program_share=0.9, large_program_share=0.9),
+    "auto": Searched(None, compares=True),
 }
 
 

@@ -33,12 +33,9 @@ def require_v(name: str, costs: CostTable) -> None:
 
 
 def zb_v(costs: CostTable, microbatches: int, extra: int = 0) -> Orders:
-    """The paper's order for equal times (section 6): zero bubble at 1F1B's memory.
-
-    Rank i warms up with 2(p - i) - 1 Fs of its first stage and i pairs of second-stage and first-stage F; p - i rounds
-    of F, B, W of the second stage follow, then rounds of F, B, W of either stage in turn until the Fs run out; the Ws
-    of the last Bs fill the end.
-    """
+    """The paper's order for equal times (section 6): zero bubble at 1F1B's memory. Rank i warms up with 2(p - i) - 1 Fs
+    of its first stage and i pairs of second-stage and first-stage F; p - i rounds of F, B, W of the second stage
+    follow, then rounds of F, B, W of either stage in turn until the Fs run out; the Ws of the last Bs fill the end."""
     require_v("zb-v-order", costs)
     p = costs.rank_count
     # With fewer microbatches the pattern is cut out of the shortest whole one.
@@ -96,12 +93,10 @@ def v_min(costs: CostTable, microbatches: int) -> Orders:
 
 
 def _repeated_block(p: int, microbatches: int, offsets: tuple[int, int, int, int], wait: int = 0) -> Orders:
-    """Repeat one microbatch's building block every 6 units of time and let each rank run its actions in that order.
-
-    In the block every action takes one unit. `offsets`: units from rank to neighbouring rank for F down the ranks, F
-    up, B down and B up; `wait`: units between the last F and the first B. Longer offsets hold activations longer. Each
-    W takes the first slot after its B that no other action of its rank has modulo 6.
-    """
+    """Repeat one microbatch's building block every 6 units of time and let each rank run its actions in that order. In
+    the block every action takes one unit. `offsets`: units from rank to neighbouring rank for F down the ranks, F up, B
+    down and B up; `wait`: units between the last F and the first B. Longer offsets hold activations longer. Each W
+    takes the first slot after its B that no other action of its rank has modulo 6."""
     f_down, f_up, b_down, b_up = offsets
     ranks = []
     for rank in range(p):

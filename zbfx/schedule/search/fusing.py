@@ -2,8 +2,7 @@
 
 Takes   an `Instance`, coded orders, stages.
 Gives   orders with fused backwards, or without any (`unfuse`), and what orders cost.
-Raises  nothing.
-Source  ours.
+Raises  nothing. Source: ours.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from zbfx.plan import CostTable, StageCost
+from zbfx.plan import CostTable, Kind, StageCost
 from zbfx.schedule.search.list_scheduling import Listed
-from zbfx.timing.exact import BW, B, Instance, W, exact
-from zbfx.timing.longest_path import iteration_ticks, longest_paths, peak_units
+from zbfx.timing.exact import BW, B, Instance, W, exact_seconds, iteration_ticks, longest_paths, peak_units
 
 
 def savings(problem: Instance) -> dict[int, int]:
@@ -30,9 +28,7 @@ def fused_costs(costs: CostTable, stages: Collection[int]) -> CostTable:
     """Costs in which the B of `stages` is their BW and their W nothing."""
 
     def fused(stage: StageCost) -> StageCost:
-        whole = stage.backward_s
-        if whole is None:
-            whole = exact(stage.backward_input_s) + exact(stage.backward_weight_s)
+        whole = exact_seconds(stage, Kind.BW)
         return replace(stage, backward_input_s=whole, backward_weight_s=0, weight_saved_bytes=0, backward_s=None)
 
     return replace(costs, stages=tuple(fused(s) if i in stages else s for i, s in enumerate(costs.stages)))

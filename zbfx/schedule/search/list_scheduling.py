@@ -1,11 +1,10 @@
 """List scheduling: build all orders together, event by event, with a rule that picks each rank's next action.
 
 Takes   an `Instance`, a limit per rank, a `Rule`; or orders of Fs and Bs into which Ws are placed anew.
-Gives   a `Listed`, or None where the rule gets stuck or costs too much. A free rank takes, in this order: a B that has
+Gives   a `Listed`; None where the rule gets stuck or costs too much. A free rank takes, in this order: a B that has
         arrived; an F that has arrived and fits; a W that fills the gap before the next arrival well enough. Else it
         waits.
-Raises  nothing.
-Source  section 3.1 of the paper, for any placement.
+Raises  nothing. Source: section 3.1 of the paper, for any placement.
 """
 
 from __future__ import annotations

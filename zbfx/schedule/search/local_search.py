@@ -2,13 +2,11 @@
 
 Takes   an `Instance`, a limit per rank, a schedule to start from.
 Gives   a schedule that costs no more. Microbatches run in order within a kind and stage, so a rank's order is a word
-        whose letters are groups (see `exact.Instance`). The cost is a longest path, and only a change on it can help. A
-        move takes one letter of a block of the path, a run of letters on one rank, to another place in that block. The
-        longest paths into and out of every action estimate its effect, in time proportional to the stretch that
-        changes. Moves that promise a gain in different blocks are made together. If that disappoints, the best move is
-        made alone, of those whose result was not visited lately.
-Raises  nothing.
-Source  tabu search for job-shop scheduling, with moves inside blocks (Nowicki and Smutnicki 1996).
+        whose letters are groups. The cost is a longest path, and only a change on it can help: a move takes a letter of
+        a block of the path, a run on one rank, to another place in that block. Longest paths into and out of every
+        action estimate its effect. Moves that promise a gain in different blocks are made together, or else the best
+        alone, of those whose result was not visited lately.
+Raises  nothing. Source: tabu search for job-shop scheduling, with moves inside blocks (Nowicki and Smutnicki 1996).
 """
 
 from __future__ import annotations
@@ -74,13 +72,12 @@ class LocalSearch:
             for group in range(3 * count)
             for j in range(m)
         ]
-        rank_of = [problem.placement[group % count] for group in range(3 * count) for _ in range(m)]
+        self.rank_of = [problem.placement[group % count] for group in range(3 * count) for _ in range(m)]
         self.remote_needs: Links = [
-            tuple(need for need in needed if rank_of[need[0]] != rank_of[code])
+            tuple(need for need in needed if self.rank_of[need[0]] != self.rank_of[code])
             for code, needed in enumerate(self.needs)
         ]
         self.feeds, self.remote_feeds = _reversed(self.needs), _reversed(self.remote_needs)
-        self.rank_of = rank_of
         self.groups = [
             [g for g in range(3 * count) if problem.placement[g % count] == rank] for rank in range(problem.rank_count)
         ]

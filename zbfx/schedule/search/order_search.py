@@ -2,8 +2,7 @@
 
 Takes   a cost table, a number of microbatches, a limit per rank, a seed, a deadline.
 Gives   a `Found`: orders, cost, lower bound, notes.
-Raises  nothing.
-Source  section 3 of the paper. The paper's heuristic is one of the starting points.
+Raises  nothing. Source: section 3 of the paper. The paper's heuristic is one of the starting points.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from zbfx.schedule.search.list_scheduling import Listed, ListScheduler
 from zbfx.schedule.search.local_search import LocalSearch
 from zbfx.schedule.search.rules import PATIENCE_UNIT, Rule, first_rules, most_in_flight
 from zbfx.schedule.search.variation import RefillVariation, RuleVariation, Variation
-from zbfx.timing.exact import BW, Instance, instance
-from zbfx.timing.longest_path import peak_units
+from zbfx.timing.exact import BW, Instance, instance, peak_units
 
 FIRST_STEPS, STEPS_GROWTH = 40, 1.5  # list schedules, and moves of the local search, per contender and round
 RULE_CONTENDERS, REFILL_CONTENDERS = 3, 3  # schedules from which search goes on
@@ -59,10 +57,6 @@ class Contender:
     def best(self) -> Listed:
         found = self.variation.best
         return found if self.polished is None or found.cost < self.polished.cost else self.polished
-
-    @property
-    def cost(self) -> int:
-        return self.best.cost
 
     def advance(self, target: int, deadline_s: float, steps: int) -> None:
         self.variation.advance(target, deadline_s, steps)
@@ -123,25 +117,22 @@ class OrderSearch:
         listed = evaluated(self.problem, orders, None)
         if listed is None:
             return f"{name}: deadlocks"
-        cost = listed.cost
         fits = self.units is None or all(peak <= limit for peak, limit in zip(peaks, self.units, strict=True))
         if fits:
             self.offer(listed, name)
         self.generated.append((name, [unfuse(self.problem, order) for order in orders]))
         peak = max(self.problem.bytes(peak + static) for peak, static in zip(peaks, self.problem.static, strict=True))
         over = "" if fits else ", over the limit"
-        return f"{name}: iteration time {self.problem.seconds(cost):g}, peak memory {peak:g}{over}"
+        return f"{name}: iteration time {self.problem.seconds(listed.cost):g}, peak memory {peak:g}{over}"
 
     def run(self) -> None:
-        """The grids, then rounds: each contender varies and polishes its schedule, and the better half goes on.
-
-        Rounds are counted in steps, not seconds: a seed fixes the way, and time only its end.
-        """
+        """The grids, then rounds: each contender varies and polishes its schedule, and the better half goes on. Rounds
+        are counted in steps, not seconds: a seed fixes the way, and time only its end."""
         contenders = [*self._rules(), *self._refills()]
         if self.best is None:
             self.offer(evaluated(self.problem, self.one_by_one(), self.units), "one microbatch after the other")
         self.raise_bound()
-        contenders.sort(key=lambda contender: contender.cost)
+        contenders.sort(key=lambda contender: contender.best.cost)
         steps = FIRST_STEPS
         ended = 0
         while contenders and self.running() and ended != self.rounds:
@@ -153,7 +144,7 @@ class OrderSearch:
                     self.offer(contender.best, contender.how)
             if self.cost < before:
                 self.raise_bound()
-            contenders = sorted(contenders, key=lambda contender: contender.cost)[: max(2, len(contenders) // 2)]
+            contenders = sorted(contenders, key=lambda contender: contender.best.cost)[: max(2, len(contenders) // 2)]
             steps = int(steps * STEPS_GROWTH)
 
     def one_by_one(self) -> list[list[int]]:

@@ -2,8 +2,7 @@
 
 Takes   an `Instance`, orders, a limit per rank, a lower bound, a deadline.
 Gives   orders that cost no more, and a better bound where the whole problem is decided. Windows slide over the schedule
-        and grow when none of their size helps any more, until one takes everything. Each asks for a schedule cheaper
-        than the best so far. `precedence` refutes many before a solver sees them.
+        and grow when none of their size helps any more. `precedence` refutes many before a solver sees them.
 Raises  nothing; `optimum` raises `SolverFailed`. No order is believed: it is simulated and its memory summed again.
 Source  appendix G of the paper; the windows are ours.
 """
@@ -36,10 +35,8 @@ RESOLUTION = 100_000  # gains below the longest action divided by this drown in 
 
 @dataclass
 class Refinement:
-    """One problem and its best orders so far. `cost_ticks` and `bound_ticks` enclose the optimal cost.
-
-    `limits`: memory units per rank. `deadline_s`: a reading of perf_counter.
-    """
+    """One problem and its best orders so far. `cost_ticks` and `bound_ticks` enclose the optimal cost. `limits`: memory
+    units per rank. `deadline_s`: a reading of perf_counter."""
 
     problem: Instance
     orders: tuple[tuple[int, ...], ...]
@@ -174,10 +171,8 @@ def optimum(
     limit_s: float,
     solve: Solve = solve_with_any,
 ) -> Optimum:
-    """The whole problem as one program, started from `orders` and bounded from below: an oracle for small cases.
-
-    Raises SolverFailed if the solver gives no usable answer, or an order that is not what it promises.
-    """
+    """The whole problem as one program, started from `orders` and bounded from below: an oracle for small cases. Raises
+    SolverFailed if the solver gives no usable answer, or an order that is not what it promises."""
     timed = TimedOrders.of(problem, orders)
     cost = max(timed.spans_ticks)
     if cost <= bound_ticks:
@@ -196,11 +191,9 @@ def optimum(
 
 
 def decides(problem: Instance, orders: Sequence[Sequence[int]]) -> bool:
-    """Whether the best order of these actions is the best of all schedules, if each rank begins when it does.
-
-    It is if no backward is fused or better fused, and each rank begins with F0 of its first stage: in every schedule
-    that starts at the same time.
-    """
+    """Whether the best order of these actions is the best of all schedules, if each rank begins when it does. It is if
+    no backward is fused or better fused, and each rank begins with F0 of its first stage: in every schedule that starts
+    at the same time."""
     count, p, ticks = problem.stage_count, problem.rank_count, problem.ticks
     stages = range(count)
     fused = any(code >= BW * count * problem.microbatches for order in orders for code in order)

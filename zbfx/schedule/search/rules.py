@@ -2,8 +2,7 @@
 
 Takes   an `Instance`, a limit per rank, and the warm-up of schedules that meet the bound, where it is known.
 Gives   `Rule`s.
-Raises  nothing.
-Source  section 3.1 of the paper, whose binary choices are fields of a `Rule` here.
+Raises  nothing. Source: section 3.1 of the paper, whose binary choices are fields of a `Rule` here.
 """
 
 from __future__ import annotations
@@ -32,12 +31,10 @@ class Turn(Enum):
 @dataclass(frozen=True)
 class Rule:
     """`hold[s]`: Fs of stage s before its first B. `cap[s]`: most Fs of stage s without their B after these.
-
-    `patience[r]`: rank r starts a W only if the next arrival is at least patience/4 of that W away.
-    `alternate[r]`: after a B, rank r prefers an F to the next B. `recycle[r]`: rank r runs a W before the next B if an
-    F that has arrived lacks only memory, to keep as many microbatches in flight as `cap` says. `turn[r]`: which of rank
-    r's stages goes first when several could.
-    """
+    `patience[r]`: rank r starts a W only if the next arrival is at least patience/4 of that W away. `alternate[r]`:
+    after a B, rank r prefers an F to the next B. `recycle[r]`: rank r runs a W before the next B if an F that has
+    arrived lacks only memory, to keep as many microbatches in flight as `cap` says. `turn[r]`: which of rank r's stages
+    goes first when several could."""
 
     hold: tuple[int, ...]
     cap: tuple[int, ...]
@@ -50,11 +47,9 @@ class Rule:
 def first_rules(
     problem: Instance, limits: Sequence[int] | None, warm_up: Sequence[tuple[int, int]] | None
 ) -> Iterator[Rule]:
-    """A grid over warm-ups, caps, patience and the other choices.
-
-    `warm_up`, the range of Fs before the first B in which schedules that meet the bound lie, leads where it is known:
-    with patience it meets the bound at the paper's 1p limit, without patience at 2p.
-    """
+    """A grid over warm-ups, caps, patience and the other choices. `warm_up`, the range of Fs before the first B in
+    which schedules that meet the bound lie, leads where it is known: with patience it meets the bound at the paper's 1p
+    limit, without patience at 2p."""
     p = problem.rank_count
     linear = p == problem.stage_count
     shapes = _linear_shapes(problem, limits, warm_up) if linear else _folded_shapes(problem, limits)
@@ -107,10 +102,8 @@ def _linear_shapes(
 
 
 def _folded_shapes(problem: Instance, limits: Sequence[int] | None) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(hold, cap) pairs for several stages per rank: in proportion to how far a stage is from the last one.
-
-    A rank's later stages take their part first; its first stage gets its own part or, marked None, all memory left.
-    """
+    """(hold, cap) pairs for several stages per rank: in proportion to how far a stage is from the last one. A rank's
+    later stages take their part first; its first stage gets its own part or, marked None, all memory left."""
     count, p, m = problem.stage_count, problem.rank_count, problem.microbatches
     most = most_in_flight(problem, limits)
     pairs = []

@@ -2,8 +2,7 @@
 
 Takes   a `Rule`, or orders and patience, and the schedule that list scheduling made of them.
 Gives   a schedule that costs no more.
-Raises  nothing.
-Source  ours.
+Raises  nothing. Source: ours.
 """
 
 from __future__ import annotations
@@ -33,12 +32,6 @@ class Variation(ABC):
             if self.best.cost <= target or perf_counter() > deadline_s:
                 return
             self.step()
-
-    def stretch_of(self, count: int) -> range:
-        """One of `count` neighbours, or several in a row."""
-        first = self.random.randrange(count)
-        last = self.random.randrange(count) if self.random.random() < 0.5 else first
-        return range(min(first, last), max(first, last) + 1)
 
     def times(self) -> range:
         return range(self.random.choice((1, 1, 2, 3)))
@@ -92,7 +85,9 @@ class RefillVariation(Variation):
         patience = list(self.patience)
         for _ in self.times():
             value = self.random.randint(-1, 2 * PATIENCE_UNIT)
-            for rank in self.stretch_of(len(patience)):
+            first = self.random.randrange(len(patience))
+            last = self.random.randrange(len(patience)) if self.random.random() < 0.5 else first
+            for rank in range(min(first, last), max(first, last) + 1):
                 patience[rank] = value
         listed = self.scheduler.refill(self.orders, patience, self.best.cost + 1)
         if listed is not None:
