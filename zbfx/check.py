@@ -26,8 +26,8 @@ from zbfx.program.codegen import Program, generate
 from zbfx.runtime.engine import local_runners, take_turns
 from zbfx.runtime.runner import Tensors
 from zbfx.schedule import build
+from zbfx.trace.guard import Source
 from zbfx.trace.objective import Objective
-from zbfx.trace.source import Source
 
 
 class Values(StrEnum):

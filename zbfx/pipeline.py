@@ -43,9 +43,8 @@ from zbfx.runtime.ranks import AllHere
 from zbfx.runtime.step import Step
 from zbfx.schedule.schedule import Schedule
 from zbfx.selfcheck import self_checked
-from zbfx.trace.guard import Guard
+from zbfx.trace.guard import Guard, Source
 from zbfx.trace.loss import Reduction, separate_count
-from zbfx.trace.source import Source
 from zbfx.trace.tensor_parallel import local_parts, refuse_measuring
 from zbfx.trace.tracer import named_tensors, trace
 from zbfx.variants import Variants

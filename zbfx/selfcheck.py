@@ -17,7 +17,7 @@ from zbfx.comm.together import on_all_ranks
 from zbfx.compiled import Compiled
 from zbfx.errors import TraceError, first_line
 from zbfx.passes.nodes import value_bytes
-from zbfx.trace.source import Source
+from zbfx.trace.guard import Source
 
 LARGEST_BYTES, LARGEST_NODES, LARGEST_S = 1 << 26, 3000, 0.02  # of values, of the graph, of a microbatch's work
 TOLERANCE = 1e-3  # what is lost, doubled or baked in is wrong by as much as it is large

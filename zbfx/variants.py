@@ -29,9 +29,9 @@ from zbfx.program.messages import parameter_holders
 from zbfx.runtime.one_of_many import Ranks
 from zbfx.schedule import plan, simulate
 from zbfx.schedule.schedule import Schedule
+from zbfx.trace.guard import Source
 from zbfx.trace.loss import Reduction, separate_count
 from zbfx.trace.signature import Signature
-from zbfx.trace.source import Source
 from zbfx.trace.symbols import Dimension, GuardBroken, Numbers, Shapes, Sizes, changed_dimensions
 from zbfx.trace.tracer import trace
 from zbfx.verify import verified

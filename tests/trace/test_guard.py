@@ -15,8 +15,7 @@ from tests.support.models import Problem, mlp, numbers, squares
 from tests.support.reference import assert_same, compiled, reference
 from zbfx import InputError, ZbfxError, check
 from zbfx.runtime.watch import Watch
-from zbfx.trace.guard import Guard
-from zbfx.trace.source import Source
+from zbfx.trace.guard import Guard, Source
 
 WIDTH = 6
 

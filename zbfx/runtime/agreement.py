@@ -17,7 +17,7 @@ from zbfx.runtime.engine import Engine
 from zbfx.runtime.fingerprint import fingerprints
 from zbfx.runtime.runner import RankRunner
 from zbfx.trace.aliases import refuse_apart, separate
-from zbfx.trace.source import Source
+from zbfx.trace.guard import Source
 
 
 def prepare(pipe: Compiled, source: Source, engine: Engine, holders: Mapping[str, Sequence[int]] | None = None) -> None:

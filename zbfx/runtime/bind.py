@@ -25,7 +25,7 @@ from zbfx.runtime.options import BindOptions, StepOptions
 from zbfx.runtime.ranks import AllHere
 from zbfx.runtime.runner import Tensors
 from zbfx.runtime.step import Step
-from zbfx.trace.source import Source
+from zbfx.trace.guard import Source
 
 
 def local_step(pipe: Compiled, source: Source, ranks: AllHere, options: StepOptions, variant: Variant) -> Step:

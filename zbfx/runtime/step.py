@@ -23,7 +23,7 @@ from zbfx.runtime.runner import Pending, Tensors
 from zbfx.runtime.timeline import Profile, Recorder
 from zbfx.runtime.verdict import settle, snapshot
 from zbfx.runtime.watch import Watch
-from zbfx.trace.source import Source
+from zbfx.trace.guard import Source
 
 T = TypeVar("T")
 

@@ -15,8 +15,15 @@ from torch.utils.hooks import RemovableHandle
 from zbfx._torch import hook_tables, part_tables
 from zbfx.errors import InputError, listed
 from zbfx.runtime.agreement import refuse_gradient_hooks, refuse_gradients
-from zbfx.trace.guard import MISSING, dtype_and_shape, named_modules, named_parts, plain_attributes, same_objects
-from zbfx.trace.source import Source
+from zbfx.trace.guard import (
+    MISSING,
+    Source,
+    dtype_and_shape,
+    named_modules,
+    named_parts,
+    plain_attributes,
+    same_objects,
+)
 from zbfx.trace.tracer import canonical_names, named_tensors, plain_tensors
 
 

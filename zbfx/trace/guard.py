@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from operator import is_
 from types import BuiltinFunctionType, CodeType, FunctionType
@@ -21,7 +21,7 @@ from zbfx._torch import hook_tables, own_buffers
 from zbfx.errors import InputError, listed
 from zbfx.trace.first_forward import OF_MODULES
 from zbfx.trace.objective import LOSS_PREFIX
-from zbfx.trace.tracer import named_tensors
+from zbfx.trace.tracer import canonical_names, named_tensors
 
 NUMBERS = (bool, int, float, complex, str, torch.dtype)
 PLAIN = (*NUMBERS, FunctionType, BuiltinFunctionType)
@@ -161,6 +161,28 @@ class Guard:
                     f"as an input tensor; keep one that the forward does not read elsewhere than on the model; or "
                     f"compile again"
                 )
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A model and its loss. `guard` holds what the trace took from them besides tensors, and `local`, by name, this
+    process's parts of sharded parameters."""
+
+    model: nn.Module
+    loss_fn: Callable[..., Any] | None
+    guard: Guard
+    local: Mapping[str, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """Parameters and buffers under each of their names."""
+        return named_tensors(self.model, self.loss_fn)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The live tensors by canonical name. A tied tensor comes once, a sharded one as this process's part."""
+        named = {**self.named, **self.local}
+        return {name: named[name] for name in dict.fromkeys(canonical_names(self.model, self.loss_fn).values())}
 
 
 def dtype_and_shape(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
