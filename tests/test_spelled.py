@@ -69,10 +69,10 @@ def test_texts_are_those_of_a_process_with_other_addresses_and_hashes() -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_lines_leave_out_the_groups_of_collectives_alone(waits: bool) -> None:
-    def told(size: int, group: str, **named: str) -> list[str]:
+    def told(size: int, group: str, **named: Any) -> list[str]:
         graph, gather = fx.Graph(), torch.ops._c10d_functional.all_gather_into_tensor.default
-        args = (graph.placeholder("x"), size, *([] if named else [group]))
-        graph.call_function(_torch.waited if waits else gather, (gather, *args) if waits else args, named)  # type: ignore[arg-type]
+        args: Any = (graph.placeholder("x"), size, *([] if named else [group]))
+        graph.call_function(_torch.waited if waits else gather, (gather, *args) if waits else args, named)
         return list(lines(graph))
 
     assert told(2, "13") == told(2, "0xab")

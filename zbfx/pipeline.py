@@ -224,13 +224,16 @@ class Pipeline:
         on_new_shape: str = "refuse",
         zero: int = 0,
         transport: str = "auto",
+        independent: tuple[str, ...] = (),
     ) -> Step:
         """This process's part of the pipeline, over torch.distributed (call `init_process_group` first).
 
         The pipeline's ranks are the processes of torch.distributed; a rank, if given, must be this process's. A
-        `DeviceMesh` of all processes with the dimensions ("dp", "pp") makes replicas of the pipeline: each gets a batch
-        of its own, loss and gradients are those of one process with the batches of all (appendix A of the paper), and
-        so are the random numbers. Pipelines along any other dimension of the mesh train apart.
+        `DeviceMesh` of all processes has, in any order, the dimension "pp" of the ranks and, where they are meant, "dp"
+        and "tp". Along "dp" are replicas: each gets a batch of its own, loss and gradients are those of one process
+        with the batches of all (appendix A of the paper), and so are the random numbers. Along "tp" are the shards of a
+        model with DTensor parameters (or collectives of its own), which take the same batch. Other dimensions are
+        refused, unless `independent` names them: pipelines along those know nothing of each other.
 
         Moves the parameters of this rank's stages to the pipeline's device, checks that all ranks hold the same plan
         and all replicas the same values, creates and warms the communicators, and makes parameters and buffers that
@@ -255,8 +258,10 @@ class Pipeline:
         """
 
         on_mesh, device = isinstance(rank_or_mesh, DeviceMesh), self.device.type
-        options = BindOptions(seed, on_nonfinite, on_new_shape, timeout_s, zero, transport, on_mesh, device)
-        finding = partial(process_place, self.compiled, rank_or_mesh, options)
+        options = BindOptions(
+            seed, on_nonfinite, on_new_shape, timeout_s, zero, transport, independent, on_mesh, device
+        )
+        finding = partial(process_place, self.compiled, self.source, rank_or_mesh, options)
         place = on_all_ranks("bind", finding, compared(options))
         with waiting(place.name, "the other ranks in bind, one of which"):
             ranks = OneOfMany(Channels(place, self.device, timedelta(seconds=timeout_s), transport))

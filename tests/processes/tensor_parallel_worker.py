@@ -35,6 +35,8 @@ def local_part(whole: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return whole
     (placement,) = parameter.placements
+    if placement.is_replicate():
+        return whole
     mesh = parameter.device_mesh
     return whole.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]  # type: ignore[attr-defined]
 

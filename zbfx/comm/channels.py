@@ -64,13 +64,15 @@ class Channels:
         self.place, self.device, self.timeout, self.carriers = place, device, timeout, TRANSPORTS[transport]
         self.library = library_for(device)
         self.group = self.own_group(place.pipelines())
-        self.family, self.peers, self.control = self.group, None, None
+        self.family, self.peers, self.control, self.shards = self.group, None, None, None
         if len(place.replicas) > 1:
             self.family = self.own_group(p for family in place.families for p in [[d for r in family for d in r]])
             lines = [line for family in place.families for line in zip(*family, strict=True)]
             self.peers = self.own_group(lines, NCCL_REDUCTION_BLOCKS)
             self.control = self.own_group(lines, library=Library.GLOO)
             self.sum_over_replicas(torch.zeros(1, device=device)).wait()
+        if place.shard_count > 1:
+            self.shards = self.own_group(place.shard_lines(), library=Library.GLOO)
         store = group_store(self.family)
         self.history = History(self.name, store, weakref.WeakMethod(self.differ))
         self.faults = Faults(store, self.history)
@@ -228,24 +230,30 @@ class Channels:
 
     def gather(self, value: object) -> list[Any]:
         """The picklable value of every rank of every replica, in order, on every one."""
-        return self.gathered(value, self.family)
+        return self.gathered(value, self.family, [process for replica in self.place.replicas for process in replica])
 
     def gather_ranks(self, value: object) -> list[Any]:
         """The picklable value of every rank of this pipeline, in order, on every one."""
-        return self.gathered(value, self.group)
+        return self.gathered(value, self.group, self.place.processes)
 
     def gather_peers(self, value: object) -> list[Any]:
         """The picklable value of this rank in every replica. It does not wait for the device."""
-        return [value] if self.control is None else self.gathered(value, self.control)
+        return [value] if self.control is None else self.gathered(value, self.control, self.place.peers)
 
-    def gathered(self, value: object, group: Any) -> list[Any]:
+    def gather_shards(self, value: object) -> list[Any]:
+        """The picklable value of every shard of this rank's stages. It does not wait for the device."""
+        return [value] if self.shards is None else self.gathered(value, self.shards, self.place.shards)
+
+    def gathered(self, value: object, group: Any, order: Sequence[int]) -> list[Any]:
+        """The value of each process of a group, in the order of these processes: torch's order is its own."""
         found: list[Any] = [None] * dist.get_world_size(group)
         with waiting(self.name, "the other ranks or replicas, one of which"):
             dist.all_gather_object(found, (self.name, self.history.place, value), group=group)
         if len({place for _, place, _ in found}) > 1:
             places = listed(f"{name}: {place}" for name, place, _ in found)
             raise PipelineFault(f"ranks made different calls, but {SAME_CALLS}; found {places}")
-        return [value for _, _, value in found]
+        values = {p: value for p, (_, _, value) in zip(dist.get_process_group_ranks(group), found, strict=True)}
+        return [values[process] for process in order]
 
     def are_open(self) -> bool:
         """Whether torch.distributed still knows the groups of this pipeline."""
@@ -303,12 +311,12 @@ class Channels:
         for group in self.groups():
             dist.destroy_process_group(group)
         self.pairs.clear()
-        self.group = self.family = self.peers = self.control = None
+        self.group = self.family = self.peers = self.control = self.shards = None
 
     def groups(self) -> list[dist.ProcessGroup]:
         """The process groups that are open."""
-        groups = [*self.pairs.values(), self.group, self.peers, self.control, self.family] if self.are_open() else []
-        return list(dict.fromkeys(group for group in groups if group is not None))
+        groups = [*self.pairs.values(), self.group, self.peers, self.control, self.shards, self.family]
+        return list(dict.fromkeys(group for group in groups if group is not None)) if self.are_open() else []
 
     def differ(self, reason: str) -> None:
         """Other ranks made other calls: end this rank's waits in gloo groups. Called from another thread.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zbfx._torch import has_gradient_hooks
 from zbfx.comm.channels import Channels
+from zbfx.comm.place import Place
 from zbfx.compiled import Compiled
 from zbfx.errors import InputError, ZbfxError, listed
 from zbfx.runtime.engine import Engine
@@ -40,20 +41,28 @@ def agree(channels: Channels, digest: Mapping[str, str], prepare: Callable[[], N
     except ZbfxError as error:
         refusal = str(error)
     answers: list[Any] = channels.gather((dict(digest), refusal))
-    names = channels.place.names()
+    for found in channels.gather_shards(refused(answers, channels.place)):
+        if found is not None:
+            raise ZbfxError(found)
+
+
+def refused(answers: Sequence[tuple[Mapping[str, str], str | None]], place: Place) -> str | None:
+    """Why a pipeline cannot be bound, from the digests and refusals of all ranks. None: it can."""
+    names = place.names()
     for name, (_, text) in zip(names, answers, strict=True):
         if text is not None:
-            raise ZbfxError(f"{name}: {text}")
+            return f"{name}: {text}"
     first = answers[0][0]
     different = [index for index, (other, _) in enumerate(answers) if other != first]
-    if different:
-        who = f"ranks {different}" if len(channels.place.replicas) == 1 else "; ".join(names[k] for k in different)
-        parts = [part for part, own in first.items() if any(answers[k][0].get(part) != own for k in different)]
-        raise ZbfxError(
-            f"{who} hold another plan than {names[0]}; what differs: {listed(parts, 3)}. "
-            f"Compile with the same model, arguments and costs on every rank, and call init_process_group before "
-            f"compile: only then do ranks share measured costs and searched plans"
-        )
+    if not different:
+        return None
+    who = f"ranks {different}" if len(place.replicas) == 1 else "; ".join(names[k] for k in different)
+    parts = [part for part, own in first.items() if any(answers[k][0].get(part) != own for k in different)]
+    return (
+        f"{who} hold another plan than {names[0]}; what differs: {listed(parts, 3)}. "
+        f"Compile with the same model, arguments and costs on every rank, and call init_process_group before "
+        f"compile: only then do ranks share measured costs and searched plans"
+    )
 
 
 def batch_hashes(names: Sequence[str], rows: Sequence[Sequence[Tensor]]) -> dict[str, list[int]]:
@@ -67,22 +76,33 @@ def batch_hashes(names: Sequence[str], rows: Sequence[Sequence[Tensor]]) -> dict
 
 
 def refuse_other_batches(channels: Channels, own: Mapping[str, object]) -> None:
-    """Check that the ranks of a pipeline were given the same batch: `own` are the hashes of its tensors. Collective
-    over the family, so that all refuse what one pipeline of it does."""
+    """Check that the ranks of a pipeline, and the shards of its stages, were given the same batch: `own` are the hashes
+    of its tensors. Collective over all of these, so that all refuse what one pipeline does."""
     place = channels.place
-    everywhere: list[Any] = channels.gather(dict(own))
-    ranks = len(place.processes)
-    for replica in range(len(place.replicas)):
-        first, *others = everywhere[replica * ranks : (replica + 1) * ranks]
-        for rank, found in enumerate(others, 1):
-            different = [name for name in first if name in found and found[name] != first[name]]
-            if different:
-                raise InputError(
-                    f"{place.name_of(replica, rank)} was given other values of {listed(different)} than "
-                    f"{place.name_of(replica, 0)}: each rank reads a part of the batch, so all ranks of a pipeline "
-                    f"take the same one, in all bits. Shuffle with the same seed on each (no DistributedSampler over "
-                    f"the ranks), or broadcast the batch"
-                )
+    shards: list[Any] = channels.gather_shards((place.name, dict(own)))
+    everywhere: list[Any] = channels.gather((dict(own), first_difference(shards)))
+    ranks, names = len(place.processes), place.names()
+    found = [text for _, text in everywhere] + [
+        first_difference([(names[k], everywhere[k][0]) for k in range(first, first + ranks)])
+        for first in range(0, len(everywhere), ranks)
+    ]
+    for text in (text for texts in channels.gather_shards(found) for text in texts):
+        if text is not None:
+            raise InputError(
+                f"{text}: each rank reads a part of the batch, so all ranks of a pipeline take the same one, in all "
+                f"bits. Shuffle with the same seed on each (no DistributedSampler over the ranks), or broadcast the "
+                f"batch"
+            )
+
+
+def first_difference(found: Sequence[tuple[str, Mapping[str, object]]]) -> str | None:
+    """Who has other values than the first, of those tensors that both have; None: nobody. `found` are names of ranks,
+    and values by the names of tensors."""
+    (first_name, first), *others = found
+    for other_name, other in others:
+        if different := [name for name in first if name in other and other[name] != first[name]]:
+            return f"{other_name} was given other values of {listed(different)} than {first_name}"
+    return None
 
 
 def refuse_other_values(channels: Channels, named: Mapping[str, Tensor]) -> None:

@@ -26,6 +26,7 @@ from zbfx.runtime.ranks import AllHere
 from zbfx.runtime.runner import Tensors
 from zbfx.runtime.step import Step
 from zbfx.trace.guard import Source
+from zbfx.trace.tensor_parallel import refuse_other_shards
 
 
 def local_step(pipe: Compiled, source: Source, ranks: AllHere, options: StepOptions, variant: Variant) -> Step:
@@ -36,10 +37,11 @@ def local_step(pipe: Compiled, source: Source, ranks: AllHere, options: StepOpti
     return Step(engine, replace(options, seed=seed), ranks, Launched(), source, variant)
 
 
-def process_place(pipe: Compiled, rank_or_mesh: int | DeviceMesh | None, options: BindOptions) -> Place:
+def process_place(pipe: Compiled, source: Source, rank_or_mesh: int | DeviceMesh | None, options: BindOptions) -> Place:
     """Where this process stands among those that run the pipeline. Raises `ZbfxError` where they do not fit."""
     options.check()
-    place = find_place(len(pipe.schedule.ranks), rank_or_mesh)
+    place = find_place(len(pipe.schedule.ranks), rank_or_mesh, options.independent)
+    refuse_other_shards(source.named, place.shards, pipe.joint.graph)
     replicas = len(place.replicas)
     if pipe.reductions and replicas == 1:
         raise ZbfxError("this pipeline sums gradients over replicas; found one replica. Bind it to a mesh with more")
@@ -68,7 +70,8 @@ def bound_step(
     warn_of_other_values(channels, compared, runner.tensor_names)
     if pipe.reductions and pipe.reductions[place.rank].shards:
         runner.shard(Shards(pipe.reductions[place.rank].shards, tensors.named, place.replica, ranks.replicas))
-    seed = ranks.everywhere(torch.initial_seed() if options.seed is None else options.seed)[0]
+    seed = torch.initial_seed() if options.seed is None else options.seed
+    seed = channels.gather_shards(ranks.everywhere(seed)[0])[0]
     engine.run_phases_by(compiler)
     launch = Captured() if pipe.options.runs.captures else Launched()
-    return Step(engine, replace(options, seed=int(seed)), ranks, launch, source, variant)
+    return Step(engine, replace(options, seed=seed), ranks, launch, source, variant)

@@ -140,8 +140,9 @@ class OneOfMany:
 
     def problems(self, engine: Engine, losses: Sequence[Tensor]) -> list[str]:
         own = problems(self.channels.name, losses, engine.parameters)
-        everywhere: list[Any] = self.channels.gather(own)
-        return sorted((found for rank in everywhere for found in rank), key=lambda text: "gradient" in text)
+        family: list[Any] = self.channels.gather(own)
+        everywhere: list[Any] = self.channels.gather_shards([found for rank in family for found in rank])
+        return sorted((found for shard in everywhere for found in shard), key=lambda text: "gradient" in text)
 
 
 Ranks = AllHere | OneOfMany

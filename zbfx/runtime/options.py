@@ -54,18 +54,22 @@ class StepOptions:
 @dataclass(frozen=True)
 class BindOptions(StepOptions):
     """`timeout_s` bounds every wait for another rank; `zero=1` leaves each replica a part of the optimizer's state;
-    `transport` says how messages travel (`zbfx.comm.channels`). Ranks compare all fields, and whether they got a
+    `transport` says how messages travel (`zbfx.comm.channels`); `independent` names mesh dimensions along which
+    pipelines train apart. Ranks compare all fields, and whether they got a
     `mesh`, and the type of the `device`, of which each has its own."""
 
     timeout_s: float = 600.0
     zero: int = 0
     transport: str = "auto"
+    independent: tuple[str, ...] = ()
     mesh: bool = False
     device: str = "cpu"
 
     def check(self) -> None:
         finite_number("timeout_s", self.timeout_s, "how many seconds to wait for another rank", above_zero=True)
         checked_transport(self.transport, torch.device(self.device))
+        if not isinstance(self.independent, tuple) or not all(isinstance(name, str) for name in self.independent):
+            raise ZbfxError(f"independent is a tuple of names of mesh dimensions; found {self.independent!r}")
         super().check()
 
     def check_replicas(self, replicas: int) -> None:

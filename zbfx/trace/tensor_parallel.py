@@ -7,7 +7,7 @@ that both stay in one phase. A process trains the local part of each parameter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,30 @@ def refuse_measuring(local: Mapping[str, nn.Parameter], measures: bool) -> None:
             "costs='measure' times each stage on one process, and those of a model with DTensor parameters run on "
             "several; use costs='estimate' or a CostTable"
         )
+
+
+def refuse_other_shards(named: Mapping[str, Tensor], processes: Sequence[int], graph: fx.Graph) -> None:
+    """Raise where parameters are not sharded over these `processes`, or nothing in the graph ties them together."""
+    for name, tensor in named.items():
+        if is_sharded(tensor):
+            found = tensor.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
+            if sorted(found) != sorted(processes):
+                raise ZbfxError(
+                    f"parameters are sharded along the dimension 'tp' of the mesh that bind gets, here over the "
+                    f"processes {list(processes)}; found {name} over {found}. Call parallelize_module(model, "
+                    f"mesh['tp'], ...) with that mesh before compile"
+                )
+    if len(processes) > 1 and not any(map(is_together, graph.nodes)):
+        raise ZbfxError(
+            f"along 'tp' the processes {list(processes)} compute one model together; found a model without DTensors or "
+            f"collectives. Call parallelize_module(model, mesh['tp'], ...) before compile, or name the dimension 'dp' "
+            f"if it holds replicas"
+        )
+
+
+def is_together(node: fx.Node) -> bool:
+    """Whether several processes run a node together."""
+    return node.target is _torch.waited or _torch.is_collective(node.target)
 
 
 def fake_sharded(parameter: DTensor, fake_mode: Any, device: torch.device) -> nn.Parameter:
