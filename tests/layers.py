@@ -30,7 +30,7 @@ THIS, TABLE, REMAINS = "tests/layers.py", "tests/layers_comparisons.py", "tests/
 # imports from its own floor and those below.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("rng", "_torch", "arguments", "memo", "spelled"),
+    ("rng", "_torch", "arguments", "memo", "modes", "spelled"),
     ("plan",),
     ("graphs",),
     ("timing",),

@@ -27,6 +27,8 @@ OpOverload.py_kernels, ...          2.11.0, 2.13.0   what runs in place of an op
 ShapeEnv, ConstantSource            2.11.0, 2.13.0   sizes that are symbols, and what holds of them
 UntypedStorage._cdata               2.11.0, 2.13.0   the address of a storage, fake ones included
 Module._parameters, ...             2.11.0, 2.13.0   the dicts of a module's parts and hooks
+_len_torch_function_stack, ...      2.11.0, 2.13.0   the function modes that are on, the default device among them
+peek_interpreter_stack              2.11.0, 2.13.0   the transforms of torch.func that are at work
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from operator import attrgetter
+from typing import Any, TypeVar, cast
 
 import sympy
 import torch
@@ -44,7 +47,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._C import DispatchKey
 from torch._C._autograd import _saved_tensors_hooks_set_tracing
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd import descriptors as descriptors
@@ -55,9 +58,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn.modules import transformer
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
@@ -142,6 +148,63 @@ def without_mkldnn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+def uncompiled(function: Function) -> Function:
+    """The function as one that an outer `torch.compile` calls and leaves alone."""
+    return cast(Function, torch.compiler.disable(function))
+
+
+def is_transforming() -> bool:
+    """Whether a transform of torch.func (vmap, grad) is at work."""
+    return peek_interpreter_stack() is not None
+
+
+def function_modes() -> tuple[Any, ...]:
+    """The function modes that are on, the outermost first. `torch.set_default_device` is one."""
+    return tuple(_get_current_function_mode_stack())
+
+
+@contextlib.contextmanager
+def with_function_modes(modes: Sequence[Any]) -> Iterator[None]:
+    """Other function modes for a while, in the place of those that are on."""
+    before = function_modes()
+    put_function_modes(modes)
+    try:
+        yield
+    finally:
+        put_function_modes(before)
+
+
+def put_function_modes(modes: Sequence[Any]) -> None:
+    while function_modes():
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
+
+
+FLOAT32_OPERATORS: tuple[Any, ...] = attrgetter(
+    "cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"
+)(torch.backends)
+
+
+def float32_precisions() -> tuple[Any, ...]:
+    """How products in float32 are rounded inside (TF32, bfloat16), by `set_float32_matmul_precision`, where torch still
+    tells that, and by operator."""
+    try:
+        whole = torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch refuses to tell once an operator's own switch was set
+        whole = None
+    return whole, *(operator.fp32_precision for operator in FLOAT32_OPERATORS)
+
+
+def set_float32_precisions(found: Sequence[Any]) -> None:
+    """Switch to what `float32_precisions` has found."""
+    whole, *single = found
+    if whole is not None:
+        torch.set_float32_matmul_precision(whole)
+    for operator, precision in zip(FLOAT32_OPERATORS, single, strict=True):
+        operator.fp32_precision = precision
 
 
 def is_limit_of_fakes(error: BaseException) -> bool:

@@ -83,8 +83,7 @@ def check(pipe: Checkable, *, seed: int = 0, tolerance: float = 1e-6, floor: flo
     gradient is a sum of several contributions, within `tolerance` relative to its largest value, or to `floor` times
     the largest value of all, where that is more. A copy of the model itself runs both microbatches too, unless it draws
     random numbers: where its losses differ, the trace holds a value that changes from call to call. Allocates the whole
-    model on the pipeline's device; the user's tensors are not written. Call it under the autocast that
-    compile ran under, if any.
+    model on the pipeline's device; the user's tensors are not written.
 
     Random numbers may mean nothing to the model, which then raises: the values of model and example are tried next,
     then zeros. Raises `ZbfxError` if all of these fail.
@@ -94,10 +93,10 @@ def check(pipe: Checkable, *, seed: int = 0, tolerance: float = 1e-6, floor: flo
     checked_seed(seed)
     finite_number("tolerance", tolerance, "how far results may differ, relative to their largest value")
     finite_number("floor", floor, "how far results may differ, relative to the largest value of all")
-    return check_compiled(pipe.compiled, pipe.source, seed, tolerance, floor)
+    with pipe.source.modes.fixed():
+        return check_compiled(pipe.compiled, pipe.source, seed, tolerance, floor)
 
 
-@torch.inference_mode(mode=False)  # a forward there leaves nothing to differentiate
 def check_compiled(pipe: Compiled, source: Source, seed: int, tolerance: float, floor: float) -> Report:
     """`check`, of the pipeline that the model of `source` was made into."""
     if source.local:
@@ -127,9 +126,8 @@ def compare_all(pipe: Compiled, source: Source, values: Values, seed: int, toler
     tensors, rows = random_data(pipe, source, generator, values)
     microbatches = [ops.Microbatch(row, rng.mix(seed, index)) for index, row in enumerate(rows)]
     loss_gradient = torch.tensor(1.0 / len(rows), dtype=pipe.reduction.dtype, device=pipe.device)
-    with torch.autocast(pipe.device.type, enabled=False):
-        expected = joint_results(pipe.joint, copied(tensors), microbatches, loss_gradient)
-        found = split_results(pipe, copied(tensors), microbatches, loss_gradient)
+    expected = joint_results(pipe.joint, copied(tensors), microbatches, loss_gradient)
+    found = split_results(pipe, copied(tensors), microbatches, loss_gradient)
     findings, bitwise = [], 0
     least = floor * max((largest(want) for want in expected.values()), default=0.0)
     for name, want in expected.items():
@@ -159,7 +157,7 @@ def own_losses(pipe: Compiled, source: Source, tensors: Tensors, rows: Sequence[
     model = copy.deepcopy(source.model, memo)
     loss_fn = copy.deepcopy(source.loss_fn, memo) if isinstance(source.loss_fn, nn.Module) else source.loss_fn
     objective = Objective(model, loss_fn, pipe.signature, traced=False)
-    with torch.enable_grad():
+    with source.modes.traced(), torch.enable_grad():
         return [objective.losses(tuple(row.values()))[0].detach() for row in rows]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zbfx._torch import uncompiled
 from zbfx.arguments import compared, whole_number
 from zbfx.comm.channels import Channels
 from zbfx.comm.together import on_all_ranks, waiting
@@ -22,6 +23,7 @@ from zbfx.fit import fit
 from zbfx.graphs import Stage
 from zbfx.memo import Memo
 from zbfx.memory.predict import MemoryReport, RankMemory, resolved
+from zbfx.modes import Modes
 from zbfx.options import (
     Options,
     checked_cuts,
@@ -51,6 +53,7 @@ from zbfx.variants import Variants
 from zbfx.verify import verified
 
 
+@uncompiled
 def compile(
     model: nn.Module,
     *,
@@ -137,17 +140,19 @@ def compile(
         rebalance=rebalance,
         check=check,
     )
-    local = local_parts(named_tensors(model, loss_fn))
-    refuse_measuring(local, options.measures)
-    tracing = partial(trace, model, loss_fn, inputs, kwargs, targets, device=options.device)
-    raw, signature = on_all_ranks("compile (the trace)", tracing, compared(options))
-    raw = separate_count(raw)
-    examples = tuple(signature.flatten((*inputs, *targets), kwargs))
-    reduction = Reduction.of(raw, loss_reduction, microbatches)
-    traced, memo = Traced(raw, verified(canonicalize, raw), signature, examples, reduction), Memo()
-    source = Source(model, loss_fn, Guard.of(model, loss_fn), local)
-    compiled = self_checked(fit(traced, resolved(options), memo), source)
-    return Pipeline(compiled, source, memo(Compiler, options.runs.compiles))
+    modes = Modes.now()
+    with modes.fixed():
+        local = local_parts(named_tensors(model, loss_fn))
+        refuse_measuring(local, options.measures)
+        tracing = modes.traced()(partial(trace, model, loss_fn, inputs, kwargs, targets, device=options.device))
+        raw, signature = on_all_ranks("compile (the trace)", tracing, compared(options))
+        raw = separate_count(raw)
+        examples = tuple(signature.flatten((*inputs, *targets), kwargs))
+        reduction = Reduction.of(raw, loss_reduction, microbatches)
+        traced, memo = Traced(raw, verified(canonicalize, raw), signature, examples, reduction), Memo()
+        source = Source(model, loss_fn, Guard.of(model, loss_fn), modes, local)
+        compiled = self_checked(fit(traced, resolved(options), memo), source)
+        return Pipeline(compiled, source, memo(Compiler, options.runs.compiles))
 
 
 @dataclass(frozen=True, repr=False)
@@ -195,6 +200,7 @@ class Pipeline:
         """A record that prints what each rank holds: static parts, the peak, and what is live at the peak."""
         return MemoryReport(self.memory, self.schedule.mem_limit)
 
+    @uncompiled
     def run_local(self, *, seed: int | None = None, on_nonfinite: str = "keep", on_new_shape: str = "refuse") -> Step:
         """A step that runs every rank in this process, one after the other: the same results, without a launcher.
 
@@ -204,16 +210,18 @@ class Pipeline:
         trace once with symbols for the sizes that change, and put in the numbers of every further shape; where the
         model's code does not allow that, it is compiled like "recompile", and the notes of its schedule say why.
         """
-        options, ranks = StepOptions(seed, on_nonfinite, on_new_shape), AllHere()
-        options.check()
-        variants = Variants(self.compiled, self.source, ranks, symbolic=options.is_symbolic)
-        return local_step(self.compiled, self.source, ranks, options, variants.of)
+        with self.source.modes.fixed():
+            options, ranks = StepOptions(seed, on_nonfinite, on_new_shape), AllHere()
+            options.check()
+            variants = Variants(self.compiled, self.source, ranks, symbolic=options.is_symbolic)
+            return local_step(self.compiled, self.source, ranks, options, variants.of)
 
     def replicated(self, replicas: int) -> Pipeline:
         """This pipeline as one of several replicas, with gradients summed over them: what `bind` with a mesh runs."""
         whole_number("replicas", replicas, "how many pipelines train on different data")
         return replace(self, compiled=replicated(self.compiled, replicas))
 
+    @uncompiled
     def bind(
         self,
         rank_or_mesh: int | DeviceMesh | None = None,
@@ -256,21 +264,21 @@ class Pipeline:
         Raises `ZbfxError` if torch.distributed is not initialised, has another number of ranks, or if plans or the
         values of replicas differ.
         """
-
-        on_mesh, device = isinstance(rank_or_mesh, DeviceMesh), self.device.type
-        options = BindOptions(
-            seed, on_nonfinite, on_new_shape, timeout_s, zero, transport, independent, on_mesh, device
-        )
-        finding = partial(process_place, self.compiled, self.source, rank_or_mesh, options)
-        place = on_all_ranks("bind", finding, compared(options))
-        with waiting(place.name, "the other ranks in bind, one of which"):
-            ranks = OneOfMany(Channels(place, self.device, timedelta(seconds=timeout_s), transport))
-        link = measured_link(ranks.channels) if self.compiled.options.measures and ranks.replicas > 1 else None
-        compiled = replicated(self.compiled, ranks.replicas, link)
-        compiled = compiled.sharded() if zero else compiled
-        variants = Variants(compiled, self.source, ranks, symbolic=options.is_symbolic)
-        with waiting(place.name, "the other ranks in bind, one of which"):
-            return bound_step(compiled, self.source, self.compiler, ranks, options, variants.of)
+        with self.source.modes.fixed():
+            on_mesh, device = isinstance(rank_or_mesh, DeviceMesh), self.device.type
+            options = BindOptions(
+                seed, on_nonfinite, on_new_shape, timeout_s, zero, transport, independent, on_mesh, device
+            )
+            finding = partial(process_place, self.compiled, self.source, rank_or_mesh, options)
+            place = on_all_ranks("bind", finding, compared(options))
+            with waiting(place.name, "the other ranks in bind, one of which"):
+                ranks = OneOfMany(Channels(place, self.device, timedelta(seconds=timeout_s), transport))
+            link = measured_link(ranks.channels) if self.compiled.options.measures and ranks.replicas > 1 else None
+            compiled = replicated(self.compiled, ranks.replicas, link)
+            compiled = compiled.sharded() if zero else compiled
+            variants = Variants(compiled, self.source, ranks, symbolic=options.is_symbolic)
+            with waiting(place.name, "the other ranks in bind, one of which"):
+                return bound_step(compiled, self.source, self.compiler, ranks, options, variants.of)
 
     def __repr__(self) -> str:
         stages, ranks, microbatches = len(self.stages), len(self.programs), self.schedule.microbatches

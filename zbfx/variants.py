@@ -73,17 +73,18 @@ class Variants:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], evaluation: bool, sizes: Sizes | None = None
     ) -> tuple[Joint, Signature]:
         source, count = self.source, self.pipe.signature.input_count
-        raw, signature = trace(
-            source.model,
-            source.loss_fn,
-            tuple(args[:count]),
-            dict(kwargs),
-            tuple(args[count:]),
-            device=self.pipe.device,
-            evaluation=evaluation,
-            sizes=sizes,
-            undo=source.guard.undo,
-        )
+        with source.modes.traced():
+            raw, signature = trace(
+                source.model,
+                source.loss_fn,
+                tuple(args[:count]),
+                dict(kwargs),
+                tuple(args[count:]),
+                device=self.pipe.device,
+                evaluation=evaluation,
+                sizes=sizes,
+                undo=source.guard.undo,
+            )
         return separate_count(raw), signature
 
     def plan(self, costs: CostTable, microbatches: int, evaluation: bool, notes: tuple[str, ...] = ()) -> Schedule:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tests.support.models import Problem, mlp, numbers, squares
 from tests.support.reference import assert_same, compiled, reference
 from zbfx import InputError, ZbfxError, check
+from zbfx.modes import Modes
 from zbfx.runtime.watch import Watch
 from zbfx.trace.guard import Guard, Source
 
@@ -220,7 +221,7 @@ def test_dtypes_that_come_back() -> None:
 def test_tensors_that_were_moved() -> None:
     """As `model.cpu()` does on a GPU, and here a pipeline that is said to have been bound elsewhere."""
     given = problem()
-    source = Source(given.model, squares, Guard.of(given.model, squares))
+    source = Source(given.model, squares, Guard.of(given.model, squares), Modes.now())
     watch = Watch(source, torch.device("cpu"), {})
     watch.check(lambda: {"first.bias", "bias"}, evaluation=False)
     watch.device = torch.device("meta")

@@ -45,7 +45,7 @@ def boxed(phase: Phase) -> Boxed:
 
 class Compiler:
     """Makes functions of phases. If it `compiles`, inductor compiles a phase at its first call, and again for tensors
-    of other strides. Phases with random numbers run as they are, since compiled code would hold one seed."""
+    of another layout. Phases with random numbers run as they are, since compiled code would hold one seed."""
 
     def __init__(self, compiles: bool) -> None:
         self.compiles = compiles
@@ -64,12 +64,19 @@ def compiled(phase: Phase) -> Boxed:
     made: dict[tuple[Any, ...], Boxed] = {}
 
     def run(box: list[Any]) -> Any:
-        layouts = tuple(value.stride() if isinstance(value, Tensor) else None for value in box)
+        layouts = tuple(map(compiled_for, box))
         if layouts not in made:
             made[layouts] = inductor(fx.GraphModule(torch.nn.Module(), sealed(phase.module.graph), phase.name), box)
         return made[layouts](box)
 
     return run
+
+
+def compiled_for(value: Any) -> tuple[Any, ...] | None:
+    """What code is compiled for of a tensor; None for a number, which is an argument of the code."""
+    if not isinstance(value, Tensor):
+        return None
+    return value.dtype, value.shape, value.stride(), value.device
 
 
 def dying_values(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zbfx.errors import ZbfxError
 from zbfx.graphs import Phase, Stage
 from zbfx.plan import Kind
 from zbfx.program import ops
@@ -97,6 +98,7 @@ class PhaseCall(nn.Module):
             results.index(item) if isinstance(item, str) else [results.index(name) for name in item]
             for item in returned
         ]
+        self.is_checked = False  # whether results were found to be what later phases were made for
         self.ports: list[Tensor | str] = []  # a tensor, or the name of an input of the microbatch
         self.accumulators: list[Tensor] = []
 
@@ -112,9 +114,35 @@ class PhaseCall(nn.Module):
             inside.append(microbatch.seed)
         box.clear()
         results = self.run(inside)
+        if not self.is_checked:
+            refuse_others(self.phase, results)
+            self.is_checked = True
         return tuple(
             results[index] if isinstance(index, int) else tuple(results[i] for i in index) for index in self.packing
         )
+
+
+def refuse_others(phase: Phase, results: Sequence[Any]) -> None:
+    """Raise `ZbfxError` unless a phase returned what those that read it were made for. Strides may be others: a message
+    has those of the trace, and a compiled phase is compiled for those that come."""
+    nodes: Any = phase.module.graph.output_node().args[0]
+    names = [*phase.results, *(["loss"] if phase.has_loss else [])]
+    for name, node, found in zip(names, nodes, results, strict=True):
+        expected = node.meta["val"]
+        if isinstance(expected, Tensor) and kind_of_tensor(found) != kind_of_tensor(expected):
+            raise ZbfxError(
+                f"{phase.name} returns {name} as {kind_of_tensor(expected)}, which is what later phases were made for; "
+                f"found {kind_of_tensor(found)}. Either an operator gives another result than its meta kernel says, or "
+                f"compiled code is wrong (try backend='eager'): please report the model"
+            )
+
+
+def kind_of_tensor(value: Any) -> str:
+    return (
+        f"{value.dtype} of shape {tuple(value.shape)} on {value.device.type}"
+        if isinstance(value, Tensor)
+        else repr(value)
+    )
 
 
 def bundles_of(stages: Sequence[Stage], index: int) -> dict[Kind, list[tuple[str, ...]]]:

@@ -159,7 +159,7 @@ def warn_of_other_values(channels: Channels, named: Mapping[str, Tensor], used: 
             f"the values of the rank that runs it: if one rank alone has loaded a checkpoint, or each has a seed of "
             f"its own, they make a model that no rank has. Seed every rank alike and load the checkpoint on every rank "
             f"before bind; leave tensors of other ranks' stages on the meta device where that is meant",
-            stacklevel=4,
+            stacklevel=5,  # with the frame of `uncompiled`
         )
 
 
@@ -193,7 +193,7 @@ def unwritable(gradient: torch.Tensor) -> str:
     """What keeps a tensor from being added to; "" if nothing does."""
     if gradient.layout is not torch.strided:
         return "a sparse tensor"
-    if gradient.is_inference() and not torch.is_inference_mode_enabled():
+    if gradient.is_inference():
         return "a tensor made in inference mode"
     if not gradient.is_contiguous() and any(
         stride == 0 and size > 1 for size, stride in zip(gradient.size(), gradient.stride(), strict=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zbfx import rng
+from zbfx._torch import uncompiled
 from zbfx.compiled import Compiled
 from zbfx.errors import InputError, NonFiniteStep, PipelineFault, ZbfxError
 from zbfx.runtime.engine import Batch, Engine
@@ -63,7 +64,7 @@ class Step:
     def __init__(
         self, engine: Engine, options: StepOptions, ranks: Ranks, launch: Launched, source: Source, variant: Variant
     ) -> None:
-        self.options, self.ranks, self.launch = options, ranks, launch
+        self.options, self.ranks, self.launch, self.modes = options, ranks, launch, source.modes
         trained = {name: p for runner in engine.runners for name, p in runner.parameters.items()}
         self.watch = Watch(source, engine.pipe.device, trained | engine.parameters, engine.pipe.joint.replaced)
         self.engines = Engines(engine, options, ranks, launch, variant, self.watch.check_tensors)
@@ -118,11 +119,13 @@ class Step:
         names, named = self.engine.tensor_names, self.tensors.named
         return ((name, t) for name, t in named.items() if name in names and not isinstance(t, nn.Parameter))
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         with self.alone():
             self.begin(self.numbered, batch=True)
             return self.train(*self.admit(partial(self.engines.batch, args, kwargs)))
 
+    @uncompiled
     def run_split(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Tensor:
         """One step from microbatches that are cut already: (positional, keyword) arguments of each, in a list like
         `[((inputs, targets), {}), ...]`."""
@@ -130,6 +133,7 @@ class Step:
             self.begin(self.numbered, batch=True)
             return self.train(*self.admit(partial(self.engines.split_batch, batches)))
 
+    @uncompiled
     def evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
         """The loss of a batch in eval mode: no gradients, no activations kept. The batch has any whole number of
         microbatches. Nothing of training moves on: what an evaluation draws at random, it draws for the next step's
@@ -140,10 +144,10 @@ class Step:
                 self.optimizer.settle()
             self.begin("evaluate", batch=True)
             engine, rows = self.admit(partial(self.engines.evaluation_batch, args, kwargs), evaluation=True)
-            with self.plain():
-                _, loss = self.run(engine, rows)
+            _, loss = self.run(engine, rows)
             return loss
 
+    @uncompiled
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
         """Run one step (its gradients count) and return the measured timeline of all ranks, on every rank."""
         with self.alone():
@@ -157,6 +161,7 @@ class Step:
                 everywhere = self.guarded(lambda: self.ranks.along(own))
             return Profile(engine.pipe.schedule, tuple(spans for process in everywhere for spans in process))
 
+    @uncompiled
     def collect(self) -> None:
         """With ZeRO-1: give the model's parameters their values after the optimizer's step, on all ranks together. The
         next step does it by itself."""
@@ -168,6 +173,7 @@ class Step:
                 self.begin("collect")
                 self.guarded(self.engine.collect)
 
+    @uncompiled
     def close(self) -> None:
         """End the step: let go of its captured graphs, and close its connections.
 
@@ -195,15 +201,17 @@ class Step:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Refuses calls that begin inside those of another thread: both would use the same connections and gradients.
-        Another rank might let such calls pass in another order, so they do not wait for each other either."""
+        """A call of the user's, in the modes that the pipeline was compiled for. Refuses calls that begin inside those
+        of another thread: both would use the same connections and gradients. Another rank might let such calls pass in
+        another order, so they do not wait for each other either."""
         if not self.lock.acquire(blocking=False):
             raise ZbfxError(
                 "a thread is inside a call of this step, and another one calls it; expected one call after the other, "
                 "in the same order on every rank. Make all calls in one thread, or bind a pipeline for each"
             )
         try:
-            yield
+            with self.modes.fixed():
+                yield
         finally:
             self.lock.release()
 
@@ -276,29 +284,22 @@ class Step:
         self.engines.restart()
         self.engine.scale_by(scale)
 
-    @contextmanager
-    def plain(self) -> Iterator[None]:
-        """The graphs hold their gradients and casts: neither autograd nor an autocast around the step adds any."""
-        with torch.no_grad(), torch.autocast(self.engine.pipe.device.type, enabled=False):
-            yield
-
     def train(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
-        with self.plain():
-            for runner in engine.runners:
-                if self.optimizer is not None:
-                    runner.follow(self.optimizer.pending, self.optimizer.seen.get(runner.rank))
-            before = snapshot(engine.parameters) if self.options.checks else {}
-            self.losses, loss = self.run(engine, rows)
-            self.count += 1
+        for runner in engine.runners:
             if self.optimizer is not None:
-                self.optimizer.explain()
-            if not self.options.checks:
-                return loss
-            found = self.guarded(lambda: self.ranks.problems(engine, self.losses))
-            self.verdict = settle(found, before, engine.parameters)
-            if self.verdict is not None and self.options.raises:
-                raise NonFiniteStep(self.verdict)
+                runner.follow(self.optimizer.pending, self.optimizer.seen.get(runner.rank))
+        before = snapshot(engine.parameters) if self.options.checks else {}
+        self.losses, loss = self.run(engine, rows)
+        self.count += 1
+        if self.optimizer is not None:
+            self.optimizer.explain()
+        if not self.options.checks:
             return loss
+        found = self.guarded(lambda: self.ranks.problems(engine, self.losses))
+        self.verdict = settle(found, before, engine.parameters)
+        if self.verdict is not None and self.options.raises:
+            raise NonFiniteStep(self.verdict)
+        return loss
 
     def run(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> tuple[tuple[Tensor, ...], Tensor]:
         """Run the engine's programs on the microbatches: their losses, on the rank that computes them, and the loss of

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from zbfx._torch import hook_tables, own_buffers
 from zbfx.errors import InputError, listed
+from zbfx.modes import Modes
 from zbfx.trace.first_forward import OF_MODULES
 from zbfx.trace.objective import LOSS_PREFIX
 from zbfx.trace.tracer import canonical_names, named_tensors
@@ -165,12 +166,13 @@ class Guard:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A model and its loss. `guard` holds what the trace took from them besides tensors, and `local`, by name, this
-    process's parts of sharded parameters."""
+    """A model and its loss. `guard` holds what the trace took from them besides tensors, `modes` the state of torch
+    that it followed, and `local`, by name, this process's parts of sharded parameters."""
 
     model: nn.Module
     loss_fn: Callable[..., Any] | None
     guard: Guard
+    modes: Modes
     local: Mapping[str, nn.Parameter] = field(default_factory=dict)
 
     @property
