@@ -51,7 +51,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
     ("optim",),
     ("check", "candidate", "fit", "variants", "replicas", "selfcheck", "pipeline", "zbfx"),
-    ("cli", "cli_check", "__main__"),
+    ("cli", "__main__"),
 )
 
 BELOW_SEARCH = ("schedule.schedule", "schedule.orders", "schedule.bounds", "schedule.integer")

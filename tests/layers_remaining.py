@@ -5,24 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 REMAINING: Mapping[str, tuple[str, ...]] = {
-    "no circle of imports": (
-        "zbfx/optim/origin.py: is in a circle of imports with optim.pending, optim.post_validated",
-    ),
+    "no circle of imports": ("zbfx/optim/pending.py: is in a circle of imports with optim.post_validated",),
     "private names of torch are in one file": (
         "zbfx/options.py: hasattr(model, '_orig_mod'): private names of torch are in _torch",
         "zbfx/runtime/agreement.py: tensor._version: private names of torch are in _torch",
-        "zbfx/runtime/rehearsal.py: func._schema: private names of torch are in _torch",
-    ),
-    "a name is defined once": (
-        "zbfx/runtime/captured.py: defines T, as do runtime.engine, runtime.one_of_many, runtime.ranks, runtime.step",
-        "zbfx/cli_check.py: defines load, as do runtime.loading",
     ),
     "no behaviour by names": (
         "zbfx/memory/predict.py: compares names, for no reason in the table: options.mem_limit != 'auto'",
         "zbfx/optim/inverse.py: compares names, for no reason in the table: rollback == 'arithmetic'",
         "zbfx/optim/post_validated.py: compares names, for no reason in the table: self.rollback != 'arithmetic'",
         "zbfx/optim/post_validated.py: compares names, for no reason in the table: self.rollback == 'arithmetic'",
-        "zbfx/runtime/one_of_many.py: compares names, for no reason in the table: 'gradient' in text",
+        "zbfx/runtime/ranks.py: compares names, for no reason in the table: 'gradient' in text",
         "zbfx/runtime/step.py: compares names, for no reason in the table: self.fault == CLOSED",
         "zbfx/selfcheck.py: compares names, for no reason in the table: choice == 'auto'",
         "zbfx/selfcheck.py: compares names, for no reason in the table: 'of the model itself' in finding.name",

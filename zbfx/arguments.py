@@ -55,8 +55,7 @@ def kind_of(value: Any) -> str:
 
 
 def compared(options: Any) -> dict[str, object]:
-    """What ranks compare of a record of options, by name: values that are numbers, texts or lists of these, and the
-    kinds of others."""
+    """What ranks compare of a record of options, by name: numbers, texts, lists of these, and the kinds of others."""
     values = {found.name: getattr(options, found.name) for found in fields(options) if found.compare}
     return {name: value if is_plain(value) else type(value).__name__ for name, value in values.items()}
 

@@ -1,7 +1,5 @@
 """One way to run a model as a pipeline, from its graph to the bytes that its ranks hold.
-
-A search (`zbfx.fit`) proposes choices and compares candidates. Steps that candidates share come from a memo.
-"""
+A search (`zbfx.fit`) proposes choices and compares candidates. Steps that candidates share come from a memo."""
 
 from __future__ import annotations
 
@@ -50,9 +48,7 @@ class Staged(NamedTuple):
 @dataclass(frozen=True)
 class Choice:
     """What a search decides. `cap`: the bytes that the order may hold, per rank, static ones included; None: any.
-
-    `one_by_one`: microbatch after microbatch, the order that holds least. `beside`: Ws run beside Bs where they can.
-    """
+    `one_by_one`: microbatch after microbatch, the order that holds least. `beside`: Ws run beside Bs where they can."""
 
     placement: tuple[int, ...]
     levels: Levels
@@ -88,7 +84,8 @@ def candidate(traced: Traced, choice: Choice, options: Options, memo: Memo) -> C
     stages, costs, notes = staged(traced, choice.placement, choice.levels, options, memo)
     alone = memo(ordered, costs, choice.cap, choice.one_by_one, options)
     schedule = with_pairs(alone, stages, options) if choice.beside else alone
-    compiled = Compiled.of(traced, stages, schedule, choice.levels, options)
+    found = traced.signature, traced.examples, traced.reduction, traced.raw
+    compiled = Compiled(options, *found, stages, schedule, choice.levels)
     memory = predict(compiled.programs, traced.raw, traced.signature, options, memo)
     return Candidate(choice, compiled.described(timed(schedule, memory)), memory, notes, alone.iteration_s)
 
@@ -159,8 +156,7 @@ def ordered(costs: CostTable, cap: tuple[float, ...] | None, one_by_one: bool, o
     # Under a limit in bytes many orders are compared, each after one round of search.
     budget: dict[str, Any] = {"budget_s": CANDIDATE_S, "rounds": ROUNDS} if options.limits_bytes else {}
     found = plan(costs, options.microbatches, schedule=options.schedule, mem_limit=cap, **budget)
-    shared: Schedule = from_rank(0, "compile (the plan)", found)
-    return shared
+    return from_rank(0, "compile (the plan)", found)
 
 
 def serial(costs: CostTable, microbatches: int) -> Schedule:

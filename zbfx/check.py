@@ -71,7 +71,6 @@ class Checkable(Protocol):
 
     @property
     def compiled(self) -> Compiled: ...
-
     @property
     def source(self) -> Source: ...
 
@@ -86,8 +85,7 @@ def check(pipe: Checkable, *, seed: int = 0, tolerance: float = 1e-6, floor: flo
     model on the pipeline's device; the user's tensors are not written.
 
     Random numbers may mean nothing to the model, which then raises: the values of model and example are tried next,
-    then zeros. Raises `ZbfxError` if all of these fail.
-    """
+    then zeros. Raises `ZbfxError` if all of these fail."""
     if not isinstance(getattr(pipe, "compiled", None), Compiled):
         raise ZbfxError(f"check takes a pipeline, what zbfx.compile returns; found {kind_of(pipe)}")
     checked_seed(seed)
@@ -197,12 +195,11 @@ def random_data(
             named[port.name] = random_like(node.meta["val"], live[port.name], generator, pipe.device)
             if values is Values.EXAMPLE and not live[port.name].is_meta:
                 named[port.name].copy_(live[port.name].detach())
-    rows = []
-    for shift in (0, 1):
-        row = {}
-        for spec, example in zip(pipe.signature.tensors, pipe.examples, strict=True):
-            row[spec.name] = like_example(example, values, shift, generator).to(pipe.device)
-        rows.append(row)
+    examples = [(spec.name, example) for spec, example in zip(pipe.signature.tensors, pipe.examples, strict=True)]
+    rows = [
+        {name: like_example(example, values, shift, generator).to(pipe.device) for name, example in examples}
+        for shift in (0, 1)
+    ]
     return Tensors(named, pipe.joint.constants), rows
 
 

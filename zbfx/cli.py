@@ -1,17 +1,19 @@
 """`python -m zbfx`: plan, show and compare schedules from a table of costs, and check the pipeline of a model.
-
 Exit status: 0 done, 2 a mistake in the request (one message on stderr), 130 interrupted, 141 the reader of the output
-went away.
-"""
+went away."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import inspect
 import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from shutil import get_terminal_size
@@ -20,9 +22,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from zbfx.cli_check import add_check
 from zbfx.costs.tables import read_costs
-from zbfx.errors import ZbfxError
+from zbfx.errors import ZbfxError, listed
 from zbfx.schedule import plan
 from zbfx.schedule.orders.registry import names
 from zbfx.schedule.schedule import Schedule
@@ -31,11 +32,11 @@ from zbfx.show.text import amount, coloured_grid, summary
 from zbfx.timing.limits import limit_per_rank
 
 FAILED, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+EXAMPLE = "a function that returns the arguments of zbfx.compile as a dict, at least its model and example inputs"
 LEAST_WIDTH = 40  # characters: a narrower grid shows nothing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
     try:
         options = parser().parse_args(arguments)
         options.command(options)
@@ -84,7 +85,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_problem(command: argparse.ArgumentParser) -> None:
-    """The arguments that say what to plan."""
     command.add_argument("--costs", type=Path, required=True, metavar="FILE", help="cost table, JSON")
     command.add_argument("--microbatches", type=positive(int), required=True, metavar="M")
     command.add_argument(
@@ -215,3 +215,101 @@ def cells(schedule: Schedule) -> tuple[str, ...]:
         "0, optimal" if schedule.gap == 0 else gap,
         f"{schedule.search_s:.2f}",
     )
+
+
+def add_check(commands: Any) -> None:
+    checking = commands.add_parser(
+        "check", help="compare the gradients of your model's F, B and W with those of its joint graph"
+    )
+    checking.add_argument("target", metavar="FILE.py:FUNCTION", help=f"{EXAMPLE}; or module:function")
+    checking.add_argument("--stages", type=int, help="pipeline ranks (default: what the function says, or 2)")
+    checking.add_argument("--seed", type=int, default=0, help="of the random data (default: 0)")
+    checking.set_defaults(command=check_command)
+
+
+def check_command(options: argparse.Namespace) -> None:
+    """Prints the report; raises `ZbfxError` if a gradient is lost, doubled or different."""
+    import zbfx  # brings torch, which the planning commands do without
+
+    function = named_function(options.target)
+    given = checked_arguments(options.target, called(options.target, function), inspect.signature(zbfx.compile))
+    arguments = {"stages": 2, "microbatches": 2, "schedule": "1f1b", **given, "check": False}
+    if options.stages is not None:
+        arguments["stages"] = options.stages
+    report = zbfx.check(zbfx.compile(**arguments), seed=options.seed)
+    if not report:
+        raise ZbfxError(f"the pipeline is wrong: {report}")
+    print(report)
+
+
+def called(target: str, function: Callable[[], Mapping[str, Any]]) -> Any:
+    """What the function returns. Raises `ZbfxError` if it cannot be called without arguments."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise ZbfxError(f"{target} is {EXAMPLE}; it takes arguments: {error}") from error
+    return function()
+
+
+def checked_arguments(target: str, given: Any, signature: inspect.Signature) -> Mapping[str, Any]:
+    """What the function returned, if it is a dict of arguments that zbfx.compile takes."""
+    if not isinstance(given, Mapping):
+        raise ZbfxError(f"{target} is {EXAMPLE}; it returned {type(given).__name__} {given!r}"[:300])
+    if "model" not in given:
+        found = f"a dict without 'model': {listed(given)}" if given else "an empty dict"
+        raise ZbfxError(f"{target} is {EXAMPLE}; it returned {found}")
+    unknown = [key for key in given if key not in signature.parameters]
+    if unknown:
+        close = get_close_matches(str(unknown[0]), signature.parameters, n=1)
+        meant = f"; did you mean {close[0]!r}?" if close else f". Known: {', '.join(signature.parameters)}"
+        raise ZbfxError(f"{target} returned {unknown[0]!r}, which zbfx.compile does not take{meant}")
+    return given
+
+
+def named_function(target: str) -> Callable[[], Mapping[str, Any]]:
+    """The function that `FILE.py:FUNCTION` or `module:function` names."""
+    place, _, name = target.rpartition(":")
+    if not place:
+        raise ZbfxError(f"check takes FILE.py:FUNCTION, {EXAMPLE}; found {target!r}, without a ':'")
+    usage = f"check takes FILE.py:FUNCTION, {EXAMPLE}; found {target!r}"
+    module = load_module(place, usage)
+    try:
+        function = getattr(module, name)
+    except AttributeError as error:
+        raise ZbfxError(f"{usage}: {error}") from error
+    if not callable(function):
+        raise ZbfxError(f"{target} is {EXAMPLE}; found {type(function).__name__}")
+    return function
+
+
+def load_module(place: str, usage: str) -> Any:
+    """The module in a file, or of a name. Raises `ZbfxError` if there is none, or if it does not import."""
+    is_file = place.endswith(".py")
+    if is_file and not Path(place).is_file():
+        raise ZbfxError(f"{usage}: there is no file {place}")
+    if not is_file and not all(part.isidentifier() for part in place.split(".")):
+        raise ZbfxError(f"{usage}: {place!r} is neither a .py file nor the name of a module")
+    try:
+        return load_file(Path(place)) if is_file else importlib.import_module(place)
+    except SyntaxError as error:
+        raise ZbfxError(f"{place} does not import: {type(error).__name__}: {error}") from error
+    except ImportError as error:
+        ours = (__file__, importlib.__file__)
+        stack = traceback.extract_tb(error.__traceback__)
+        lines = [f for f in stack if f.filename not in ours and not f.filename.startswith("<frozen importlib")]
+        if not lines:
+            raise ZbfxError(f"{usage}: {error}") from error
+        last = lines[-1]
+        raise ZbfxError(
+            f"{place} does not import: {type(error).__name__}: {error}, at {last.filename}:{last.lineno} `{last.line}`"
+        ) from error
+
+
+def load_file(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module

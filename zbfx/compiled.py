@@ -50,17 +50,8 @@ class Compiled:
     chain: Chain | None = None  # of optimizer steps without a barrier
     exposed_s: float = 0.0  # how much longer the iteration time is for sums over replicas, as planned
 
-    @classmethod
-    def of(
-        cls, traced: Traced, stages: tuple[Stage, ...], schedule: Schedule, levels: tuple[Level, ...], options: Options
-    ) -> Compiled:
-        """For one replica."""
-        found = traced.signature, traced.examples, traced.reduction, traced.raw
-        return cls(options, *found, stages, schedule, levels)
-
     @cached_property
     def programs(self) -> tuple[Program, ...]:
-        """What each rank does in a step."""
         return generate(self.stages, self.schedule, self.reductions, self.chain)
 
     @cached_property
@@ -79,7 +70,6 @@ class Compiled:
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """Stage -> rank."""
         return self.schedule.costs.placement
 
     @property

@@ -1,13 +1,10 @@
 """A traced model -> the fastest pipeline within the memory limit: by order, by recomputation, by placement.
-
 A limit in bytes is a promise. What a plan holds is what its programs hold (`zbfx.memory.predict`), and no plan that
 holds more than the limit is returned. Candidates are planned under caps on activations, a fixed set of them: what fits
 a limit fits a larger one too, so that time never rises with the limit. A limit as a multiple ("1x") bounds M_B and M_W
 alone.
-
 Recomputation is raised rung by rung, half of the stages at a time, those where most is held first. A rung is skipped
-when even its lower bound is longer than the best plan found.
-"""
+when even its lower bound is longer than the best plan found."""
 
 from __future__ import annotations
 
@@ -36,9 +33,7 @@ Limits = Sequence[float] | None
 
 def fit(traced: Traced, options: Options, memo: Memo) -> Compiled:
     """The fastest pipeline of the options' placements (later ones only for limits in bytes) and levels in the limit.
-
-    Raises `NoFeasibleSchedule` with the smallest limit that has a plan; other `ZbfxError`s as `zbfx.schedule.plan`.
-    """
+    Raises `NoFeasibleSchedule` with the smallest limit that has a plan; other `ZbfxError`s as `zbfx.schedule.plan`."""
     search = Search(traced, options, memo)
     limits = search.within_bytes() if options.limits_bytes else search.within_activations()
     best = search.best
@@ -81,7 +76,6 @@ class Search:
         return staged(self.traced, placement, levels, self.options, self.memo).costs
 
     def least(self, placement: tuple[int, ...]) -> CostTable:
-        """The costs with the least recomputation."""
         return self.costs(placement, (self.options.levels[0],) * len(placement))
 
     def beats(self, bound_s: float) -> bool:

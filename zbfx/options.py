@@ -26,28 +26,22 @@ CHECKS = (True, False, "auto")
 class Backend:
     """How a rank's program runs: with phases compiled by inductor, or as they are; launched, or captured as a graph."""
 
-    name: str
     compiles: bool = False
     captures: bool = False
 
 
 BACKENDS = {
-    backend.name: backend
-    for backend in (
-        Backend("eager"),
-        Backend("inductor", compiles=True),
-        Backend("cudagraph", captures=True),
-        Backend("cudagraph+inductor", compiles=True, captures=True),
-    )
+    "eager": Backend(),
+    "inductor": Backend(compiles=True),
+    "cudagraph": Backend(captures=True),
+    "cudagraph+inductor": Backend(compiles=True, captures=True),
 }
 
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """What `compile` was asked for, under the names of its arguments, and what follows from it alone.
-
-    Ranks compare all fields but `device`, of which each has its own. Raises `ZbfxError` for what no pipeline has.
-    """
+    """What `compile` was asked for, under the names of its arguments, and what follows from it alone. Ranks compare all
+    fields but `device`, of which each has its own. Raises `ZbfxError` for what no pipeline has."""
 
     stages: int
     microbatches: int
@@ -68,16 +62,22 @@ class Options:
     def __post_init__(self) -> None:
         check_schedule(self.schedule)
         placement_of(self.schedule, self.stages, self.stages_per_rank)
-        check_limit(self.mem_limit)
-        check_costs(self.costs)
-        check_recompute(self.recompute)
+        if isinstance(self.mem_limit, float) and 0 < self.mem_limit < FEW_BYTES:  # a multiple, taken for bytes
+            raise ZbfxError(
+                f"mem_limit is a number of bytes; found {self.mem_limit!r}. Say '{self.mem_limit:g}x' for so many "
+                f"times what the activations of 1F1B need"
+            )
+        if not isinstance(self.costs, CostTable) and self.costs not in ("estimate", "measure"):
+            raise ZbfxError(f"costs is 'estimate', 'measure' or a CostTable; found {self.costs!r}")
+        if self.recompute != "auto" and self.recompute not in LEVELS:
+            raise ZbfxError(f"recompute is one of {', '.join(Level)}, auto; found {self.recompute!r}")
         whole_number("microbatches", self.microbatches, "how many microbatches a step runs")
         check_backend(self.backend, self.device)
         if self.check not in CHECKS:
             raise ZbfxError(f"check is one of {CHECKS}; found {self.check!r}")
         if self.optimizer_slots is not None:
-            meaning = "how many tensors the optimizer keeps for each parameter"
-            finite_number("optimizer_slots", self.optimizer_slots, meaning)
+            slots = "how many tensors the optimizer keeps for each parameter"
+            finite_number("optimizer_slots", self.optimizer_slots, slots)
         check_rebalance(self.rebalance, self.costs, self.cuts)
 
     @property
@@ -193,25 +193,6 @@ def placement_of(schedule: Any, ranks: Any, stages_per_rank: Any) -> tuple[int, 
     return shape.placement(ranks, count)
 
 
-def check_limit(mem_limit: Any) -> None:
-    """A multiple that is no text would be taken for bytes."""
-    if isinstance(mem_limit, float) and 0 < mem_limit < FEW_BYTES:
-        raise ZbfxError(
-            f"mem_limit is a number of bytes; found {mem_limit!r}. Say '{mem_limit:g}x' for so many times what the "
-            f"activations of 1F1B need"
-        )
-
-
-def check_costs(costs: Any) -> None:
-    if not isinstance(costs, CostTable) and costs not in ("estimate", "measure"):
-        raise ZbfxError(f"costs is 'estimate', 'measure' or a CostTable; found {costs!r}")
-
-
-def check_recompute(recompute: Any) -> None:
-    if recompute != "auto" and recompute not in LEVELS:
-        raise ZbfxError(f"recompute is one of {', '.join(Level)}, auto; found {recompute!r}")
-
-
 def check_backend(backend: Any, device: torch.device) -> None:
     if backend not in BACKENDS:
         raise ZbfxError(f"backend is one of {', '.join(BACKENDS)}; found {backend!r}")
@@ -230,13 +211,11 @@ def check_rebalance(rebalance: Any, costs: Any, cuts: Any) -> None:
         )
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Where the model's tensors live; the CPU for a model on the meta device."""
-    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    return torch.device("cpu") if device.type == "meta" else device
-
-
-def checked_device(device: torch.device | str) -> torch.device:
+def checked_device(device: torch.device | str | None, model: nn.Module) -> torch.device:
+    """The device, by default where the model's tensors live; the CPU for a model on the meta device."""
+    if device is None:
+        found = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+        device = torch.device("cpu") if found.type == "meta" else found
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:

@@ -24,24 +24,15 @@ from zbfx.graphs import Stage
 from zbfx.memo import Memo
 from zbfx.memory.predict import MemoryReport, RankMemory, resolved
 from zbfx.modes import Modes
-from zbfx.options import (
-    Options,
-    checked_cuts,
-    checked_device,
-    checked_examples,
-    checked_model,
-    checked_overlap,
-    device_of,
-)
+from zbfx.options import Options, checked_cuts, checked_device, checked_examples, checked_model, checked_overlap
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.plan import CostTable
 from zbfx.program.boxed import Compiler
 from zbfx.program.codegen import Program
 from zbfx.replicas import replicated
 from zbfx.runtime.bind import bound_step, local_step, process_place
-from zbfx.runtime.one_of_many import OneOfMany
 from zbfx.runtime.options import BindOptions, StepOptions
-from zbfx.runtime.ranks import AllHere
+from zbfx.runtime.ranks import AllHere, OneOfMany
 from zbfx.runtime.step import Step
 from zbfx.schedule.schedule import Schedule
 from zbfx.selfcheck import self_checked
@@ -118,11 +109,10 @@ def compile(
                      call: True, False, or "auto": where it takes about a second at most, and all tensors have data
 
     Raises `TraceError` where the model cannot be traced, naming the user's line; `InvalidSchedule` for an order that
-    breaks a rule; `NoFeasibleSchedule` under a `mem_limit` that is too small; `ZbfxError`, their base, for the rest.
-    """
+    breaks a rule; `NoFeasibleSchedule` under a `mem_limit` that is too small; `ZbfxError`, their base, for the rest."""
     model = checked_model(model)
     inputs, kwargs, targets = checked_examples(example_inputs, example_kwargs, example_targets, loss_fn)
-    device = checked_device(device_of(model) if device is None else device)
+    device = checked_device(device, model)
     options = Options(
         stages=stages,
         microbatches=microbatches,
@@ -158,10 +148,8 @@ def compile(
 @dataclass(frozen=True, repr=False)
 class Pipeline:
     """A compiled pipeline, ready to run: `run_local` in this process, `bind` over torch.distributed.
-
     `schedule` prints as a grid; `programs[rank].code` is what a rank does; `stages[i].phases["F"].module.code` is what
-    an action computes. `compiled` has everything that the model was made into, `source` the model itself.
-    """
+    an action computes. `compiled` has everything that the model was made into, `source` the model itself."""
 
     compiled: Compiled
     source: Source

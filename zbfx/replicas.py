@@ -14,17 +14,15 @@ from zbfx.graphs import Phase, Stage
 from zbfx.passes.cluster import inseparable, part_of
 from zbfx.plan import Kind
 from zbfx.program.messages import TensorLayout, layout_of, shared_gradients
-from zbfx.program.reductions import Bucket, RankReductions, shared_buckets, size_bytes
+from zbfx.program.reductions import Bucket, RankReductions, shared_buckets
 from zbfx.schedule.tail import Portion, Tail, best_tail, ending_with, endings, tail_of
 
 BUCKET_COUNTS = (1, 2, 4, 8, 16, 32)  # tried: more of them hide better, and each waits for the link once
 
 
 def replicated(pipe: Compiled, replicas: int, link: Link | None = None, *, cluster: bool = True) -> Compiled:
-    """`pipe` as one of so many replicas; itself if there is only one, or if it is already.
-
-    For each rank the planner chooses buckets, and, with `cluster`, how many of its last Ws run bucket by bucket.
-    """
+    """`pipe` as one of so many replicas; itself if there is only one, or if it is already. For each rank the planner
+    chooses buckets, and, with `cluster`, how many of its last Ws run bucket by bucket."""
     if replicas == 1 or pipe.reductions:
         return pipe
     hardware = estimate.hardware_of(pipe.device)
@@ -80,7 +78,7 @@ class Group:
 
     @property
     def size_bytes(self) -> int:
-        return sum(size_bytes(layout) for layout in self.layouts.values())
+        return sum(layout.size_bytes for layout in self.layouts.values())
 
 
 def gradient_groups(pipe: Compiled, stages: Sequence[Stage], shared: Collection[str]) -> list[Group]:

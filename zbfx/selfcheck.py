@@ -25,9 +25,7 @@ TOLERANCE = 1e-3  # what is lost, doubled or baked in is wrong by as much as it 
 
 def self_checked(pipe: Compiled, source: Source) -> Compiled:
     """The pipeline, once `check` has found it right, if the options ask for it. Raises `TraceError` if it is wrong.
-
-    Where "auto" finds no memory for it, the schedule's notes say so.
-    """
+    Where "auto" finds no memory for it, the schedule's notes say so."""
     choice = pipe.options.check
     return pipe if choice is False else on_all_ranks("compile (the check)", partial(checked, pipe, source, choice))
 

@@ -1,8 +1,6 @@
 """A pipeline for another graph of the same model: other shapes of the microbatch, or the forward alone for evaluation.
-
 Parameters stay where they are. A graph of the same operations is cut where the first one was; one with others (random
-ops are missing in evaluation, shapes may choose a branch) by the stages that hold the first one's parameters.
-"""
+ops are missing in evaluation, shapes may choose a branch) by the stages that hold the first one's parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from zbfx.passes.split import split
 from zbfx.plan import Action, CostTable, Kind
 from zbfx.program.chain import loss_phase
 from zbfx.program.messages import parameter_holders
-from zbfx.runtime.one_of_many import Ranks
+from zbfx.runtime.ranks import Ranks
 from zbfx.schedule import plan, simulate
 from zbfx.schedule.schedule import Schedule
 from zbfx.trace.guard import Source
@@ -40,12 +38,9 @@ REPLAN_S = 1.0  # seconds to search for the schedule of a further shape
 
 
 class Variants:
-    """The pipelines of one model for further shapes, in training and evaluation.
-
-    `symbolic`: trace once with a symbol for each size that changes, and put in the numbers of every further shape.
-    Where that does not hold (the model's code fixes a size, or chooses by it), a shape is traced like any other, and
-    the schedule's notes say why.
-    """
+    """The pipelines of one model for further shapes, in training and evaluation. `symbolic`: trace once with a symbol
+    for each size that changes, and put in the numbers of every further shape. Where that does not hold (the model's
+    code fixes a size, or chooses by it), a shape is traced like any other, and the schedule's notes say why."""
 
     def __init__(self, pipe: Compiled, source: Source, ranks: Ranks, *, symbolic: bool) -> None:
         self.pipe, self.source, self.ranks, self.symbolic = pipe, source, ranks, symbolic
@@ -54,9 +49,7 @@ class Variants:
 
     def of(self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, *, evaluation: bool) -> Compiled:
         """The pipeline for a microbatch like (args, kwargs), planned anew for its costs: to train, or to evaluate.
-
-        Raises `ZbfxError` if the model reads other parameters for it than a stage's rank holds.
-        """
+        Raises `ZbfxError` if the model reads other parameters for it than a stage's rank holds."""
         notes: tuple[str, ...] = ()
         if self.symbolic:
             try:
@@ -88,22 +81,20 @@ class Variants:
         return separate_count(raw), signature
 
     def plan(self, costs: CostTable, microbatches: int, evaluation: bool, notes: tuple[str, ...] = ()) -> Schedule:
-        """An order for these costs, the same on every rank: replicas, each with a batch of its own, keep the first
-        shape's."""
+        """An order for these costs, the same on every rank. Replicas, whose batches differ, keep the first shape's."""
         options, replicated = self.pipe.options, self.ranks.replicas > 1
         if evaluation:
             found = forward_schedule(costs, microbatches)
         else:
             request = self.pipe.schedule if replicated else options.schedule
             found = plan(costs, microbatches, schedule=request, mem_limit=options.mem_limit, budget_s=REPLAN_S)
-            found = found if replicated else self.ranks.first(found)
+            found = found if replicated else self.ranks.along(found)[0]
         return replace(found, notes=(*found.notes, *notes))
 
     def substituted(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, evaluation: bool
     ) -> Compiled:
-        """The pipeline from a template, without a trace of its own. Raises `GuardBroken` where no template can be
-        made."""
+        """The pipeline from a template, without a trace of its own. Raises `GuardBroken` where there can be none."""
         shapes = [tuple(tensor.shape) for tensor in self.pipe.signature.flatten(args, kwargs)]
         for template in self.templates[evaluation]:
             if template.covers(shapes):
@@ -119,11 +110,14 @@ class Variants:
             raise GuardBroken("a size of 0 or 1 is a constant to the tracer")
         sizes = Sizes(signature_of(self.pipe, args, kwargs), groups)
         try:
-            template = self.template(sizes, args, kwargs, evaluation)
+            raw, _ = self.traced(args, kwargs, evaluation, sizes)
+            stages = restaged(self.pipe, raw, evaluation)
+            costs = formulas(stages, self.pipe.placement, hardware_of(self.pipe.device))
         except Exception as error:
             self.fixed[evaluation] |= set(sizes.ints)
             raise GuardBroken(f"the model cannot be traced with symbols: {type(error).__name__}: {error}") from error
         self.fixed[evaluation] |= sizes.fixed()
+        template = Template(sizes, raw, stages, costs)
         self.templates[evaluation].append(template)
         return self.from_template(template, args, kwargs, microbatches, evaluation)
 
@@ -136,11 +130,6 @@ class Variants:
         raw, stages = template.at(values)
         schedule = self.plan(template.formulas.at(values), microbatches, evaluation)
         return assembled(self.pipe, raw, signature, tensors, stages, schedule)
-
-    def template(self, sizes: Sizes, args: Sequence[Any], kwargs: Mapping[str, Any], evaluation: bool) -> Template:
-        raw, _ = self.traced(args, kwargs, evaluation, sizes)
-        stages = restaged(self.pipe, raw, evaluation)
-        return Template(sizes, raw, stages, formulas(stages, self.pipe.placement, hardware_of(self.pipe.device)))
 
 
 @dataclass(frozen=True)
@@ -222,7 +211,6 @@ def owners(stages: Sequence[Stage]) -> dict[str, frozenset[int]]:
 
 
 def forward_only(joint: Joint) -> Joint:
-    """The joint graph without its backward."""
     graph = copy_graph(joint.graph)
     kept = [k for k, port in enumerate(joint.outputs) if port.role is not Role.GRADIENT]
     output = graph.output_node()

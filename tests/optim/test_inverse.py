@@ -13,6 +13,7 @@ import zbfx
 from tests.support.models import mlp
 from tests.support.optimizers import INVERTIBLE, OPTIMIZERS, train
 from tests.support.reference import compiled
+from zbfx.memory.predict import available_bytes
 from zbfx.optim import PostValidated, inverse, undo
 from zbfx.optim.inverse import Arithmetic, obstacle_of
 from zbfx.optim.undo import Undo
@@ -148,7 +149,7 @@ def test_an_inverse_of_ones_own() -> None:
 
 def test_the_way_back_follows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default a copy; arithmetic where memory is full, if it can be; a copy all the same where it is asked for."""
-    assert undo.available_bytes() > 2**20
+    assert available_bytes() > 2**20
     problem = mlp(3)
     pipe = compiled(problem, 3, 3)
     for rollback, name, free, copied in (

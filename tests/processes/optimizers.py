@@ -18,14 +18,14 @@ from tests.support.optimizers import adamw, train
 from tests.support.reference import compiled
 from zbfx.errors import PipelineFault
 from zbfx.optim import PostValidated
-from zbfx.runtime import launched
+from zbfx.runtime import captured
 
 
 @contextmanager
 def loads() -> Iterator[None]:
     """What is loaded before messages, as on GPUs, changes nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launched, "LOADS", ("cpu",))
+        patch.setattr(captured, "LOADS", ("cpu",))
         yield
 
 

@@ -19,7 +19,7 @@ from tests.support.models import Maker, Problem, gpt2, mlp
 from tests.support.reference import compiled, default_dtype, loss_of, relative_error, rescheduled
 from zbfx.optim import PostValidated
 from zbfx.options import placement_of
-from zbfx.runtime import launched
+from zbfx.runtime import captured
 from zbfx.schedule.orders.registry import SEARCHED
 
 M = 3  # microbatches of a replica
@@ -147,7 +147,7 @@ def trained_alike(rank: int, make: Maker, replicas: int, ranks: int, *schedules:
 def two_by_two(rank: int, make: Maker, *schedules: str) -> dict[str, Any]:
     """What is loaded before messages, as on GPUs, changes nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launched, "LOADS", ("cpu",))
+        patch.setattr(captured, "LOADS", ("cpu",))
         return trained_alike(rank, make, 2, 2, *schedules)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tests.support.models import Maker, Problem, gpt, gpt2, mlp, numbers
 from tests.support.reference import compiled, reference, rescheduled
 from zbfx.comm import process_groups
-from zbfx.runtime import launched
+from zbfx.runtime import captured
 
 STEPS = 20
 
@@ -203,7 +203,7 @@ def tied(rank: int) -> dict[str, Any]:
         with torch.no_grad():
             problem.model.get_parameter("transformer.wte.weight").add_(1.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launched, "LOADS", ("cpu",))
+        patch.setattr(captured, "LOADS", ("cpu",))
         step = compiled(problem, 3, 4).bind()
         return run(step, problem, 5)
 

@@ -105,11 +105,8 @@ class Device:
         self.tape: Tape | None = None
         self.arrivals: dict[Transfer, int] = {}
 
-    def isend(self, value: Tensor, target: int) -> Transfer:
-        return self.begin(Transfer(self, (self.rank, target), value.numel(), sends=True))
-
-    def irecv(self, value: Tensor, source: int) -> Transfer:
-        return self.begin(Transfer(self, (source, self.rank), value.numel(), sends=False))
+    def transfer(self, value: Tensor, source: int, target: int) -> Transfer:
+        return self.begin(Transfer(self, (source, target), value.numel(), sends=source == self.rank))
 
     def begin(self, transfer: Transfer) -> Transfer:
         self.do(transfer, waits=False)

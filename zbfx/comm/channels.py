@@ -1,7 +1,5 @@
 """The connections of one pipeline: who talks to whom, and what becomes of the connections when a rank fails.
-
-In: this process's `Place`, its device, a timeout. Out: `Channels`, which transports and steps call.
-"""
+In: this process's `Place`, its device, a timeout. Out: `Channels`, which transports and steps call."""
 
 from __future__ import annotations
 
@@ -18,8 +16,7 @@ from torch import Tensor
 
 from zbfx._torch import group_store, join_shards, sum_shards
 from zbfx.comm import process_groups
-from zbfx.comm.copies import OTHER_STREAMS, CopyLine, Lines, Pair, open_lines, room
-from zbfx.comm.faults import Faults, drained
+from zbfx.comm.copies import OTHER_STREAMS, CopyLine, Lines, Pair, drained, open_lines, room
 from zbfx.comm.history import History
 from zbfx.comm.overdue import Overdue, Progress
 from zbfx.comm.place import Place
@@ -40,29 +37,19 @@ class Carriers(NamedTuple):
 TRANSPORTS = {"auto": Carriers(True, True), "copies": Carriers(True, False), "group": Carriers(False, True)}
 
 
-def checked_transport(transport: str, device: torch.device) -> str:
-    if transport not in TRANSPORTS:
-        raise ZbfxError(f"transport is one of {', '.join(TRANSPORTS)}; found {transport!r}")
-    if not TRANSPORTS[transport].groups and device.type != "cuda":
-        raise ZbfxError(f"transport={transport!r} needs CUDA devices; found {device}. Use 'auto'")
-    return transport
-
-
 class Channels:
-    """The connections of one pipeline.
-
-    `group` joins all its ranks. Where it has replicas, `family` joins all processes of all replicas, and `peers` those
-    that run this rank; `control` joins the processes of `peers` once more, over gloo. Each direction of each pair of
-    ranks has a line (`zbfx.comm.copies`) where their GPUs reach each other's memory, and a process group elsewhere.
+    """The connections of one pipeline. `group` joins all its ranks. Where it has replicas, `family` joins all processes
+    of all replicas, and `peers` those that run this rank; `control` joins the processes of `peers` once more, over
+    gloo. Each direction of each pair of ranks has a line (`zbfx.comm.copies`) where their GPUs reach each other's
+    memory, and a process group elsewhere.
 
     Every process of the world creates the groups of all pipelines, in one order. `open` creates and warms what connects
     pairs of ranks, on every rank in the same order. Communicators that are created lazily, inside a running pipeline,
-    deadlock as soon as receives are posted ahead.
-    """
+    deadlock as soon as receives are posted ahead."""
 
     def __init__(self, place: Place, device: torch.device, timeout: timedelta, transport: str = "auto") -> None:
         self.place, self.device, self.timeout, self.carriers = place, device, timeout, TRANSPORTS[transport]
-        self.library = library_for(device)
+        self.rank, self.name, self.library = place.rank, place.name, library_for(device)
         self.group = self.own_group(place.pipelines())
         self.family, self.peers, self.control, self.shards = self.group, None, None, None
         if len(place.replicas) > 1:
@@ -73,27 +60,17 @@ class Channels:
             self.sum_over_replicas(torch.zeros(1, device=device)).wait()
         if place.shard_count > 1:
             self.shards = self.own_group(place.shard_lines(), library=Library.GLOO)
-        store = group_store(self.family)
-        self.history = History(self.name, store, weakref.WeakMethod(self.differ))
-        self.faults = Faults(store, self.history)
+        self.history = History(self.name, group_store(self.family), weakref.WeakMethod(self.differ))
         weakref.finalize(self, self.history.end)
         self.progress, self.overdue = None, None
         if device.type == "cuda":
             allowed = f"bind(timeout_s=...) allows {timeout.total_seconds():g} s for a step, compiling included"
             self.progress = Progress(device)
-            self.overdue = Overdue(self.name, timeout, allowed, self.progress, self.faults.known)
+            self.overdue = Overdue(self.name, timeout, allowed, self.progress, self.history.known_fault)
             weakref.finalize(self, self.overdue.close)
         self.pairs: dict[Pair, dist.ProcessGroup] = {}
         self.lines: Lines = {}
         self.opened: set[Pair] = set()  # of all ranks, the same on each
-
-    @property
-    def rank(self) -> int:
-        return self.place.rank
-
-    @property
-    def name(self) -> str:
-        return self.place.name
 
     def own_group(
         self, parties: Iterable[Iterable[int]], blocks: int = NCCL_BLOCKS, library: Library | None = None
@@ -145,21 +122,12 @@ class Channels:
         receives a longer message than it asked for."""
         return self.history.tag if self.library is Library.GLOO else 0
 
-    def isend(self, value: Tensor, target: int) -> Transfer:
-        if (self.rank, target) in self.lines:
-            return self.lines[self.rank, target].transfer(value)
-        group = self.pairs[self.rank, target]
-        work = dist.isend(value, dst=self.place.processes[target], group=group, tag=self.tag)
-        return self.transfer(work)
-
-    def irecv(self, value: Tensor, source: int) -> Transfer:
-        if (source, self.rank) in self.lines:
-            return self.lines[source, self.rank].transfer(value)
-        group = self.pairs[source, self.rank]
-        work = dist.irecv(value, src=self.place.processes[source], group=group, tag=self.tag)
-        return self.transfer(work)
-
-    def transfer(self, work: dist.Work | None) -> Transfer:
+    def transfer(self, value: Tensor, source: int, target: int) -> Transfer:
+        """Start to send a dense tensor, or to receive it; this rank is one of the two."""
+        if (source, target) in self.lines:
+            return self.lines[source, target].transfer(value)
+        start, other = (dist.isend, target) if source == self.rank else (dist.irecv, source)
+        work = start(value, self.place.processes[other], group=self.pairs[source, target], tag=self.tag)
         assert work is not None, "this process is one of the two"
         return Bounded(work, self.timeout) if self.library is Library.GLOO else work
 
@@ -180,7 +148,7 @@ class Channels:
     def copy(self, value: Tensor, source: int, target: int) -> None:
         """Overwrite `value` on rank `target` with that of rank `source`, byte for byte; both ranks call it."""
         bits = value.contiguous().reshape(-1).view(torch.uint8)
-        (self.isend(bits, target) if self.rank == source else self.irecv(bits, source)).wait()
+        self.transfer(bits, source, target).wait()
         if self.rank == target:
             value.copy_(bits.view(value.dtype).view(value.shape))
 
@@ -191,7 +159,6 @@ class Channels:
         return work
 
     def shard(self, flat: Tensor) -> Tensor:
-        """This replica's part of a flat tensor."""
         return flat.chunk(len(self.place.replicas))[self.place.replica]
 
     def sum_shards(self, flat: Tensor) -> dist.Work:
@@ -211,14 +178,9 @@ class Channels:
         return torch.stack(values)
 
     def from_first_replica(self, value: Tensor) -> Tensor:
-        """This rank's value in replica 0."""
         value = value.clone()
         dist.broadcast(value, src=self.place.peers[0], group=self.peers)
         return value
-
-    def add_up(self, value: Tensor) -> None:
-        """Overwrite `value` on every rank with the sum over all ranks."""
-        dist.all_reduce(value, group=self.group)
 
     def barrier(self) -> None:
         """Wait until every rank's device has come this far, in all replicas."""
@@ -267,17 +229,12 @@ class Channels:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """The device must do everything that the block launches within the timeout, or this process ends
-        (`zbfx.comm.overdue`)."""
+        """The device must do all that the block launches within the timeout, or this process ends (`overdue`)."""
         if self.overdue is not None:
             self.overdue.begin()
         yield
         if self.progress is not None:
             self.progress.advance()
-
-    def all_arrive(self, place: str) -> bool:
-        """Whether all ranks of all replicas call this for the same place, within a few seconds."""
-        return self.faults.all_arrive(place, len(self.place.names()))
 
     def fail(self, error: BaseException) -> str:
         """Tell the other ranks why this one fails, or learn why they do; returns the first failure of all ranks. Closes
@@ -288,7 +245,7 @@ class Channels:
         said = f"{type(error).__name__}: {error}".removesuffix(": ")  # a KeyboardInterrupt says nothing
         waited = isinstance(error, PipelineFault) and error.waited
         own = str(error) if isinstance(error, PipelineFault) else f"{self.name}: {said}"
-        first = self.faults.first(own, waited=waited)
+        first = self.history.first_fault(own, waited=waited)
         traceback.clear_frames(error.__traceback__)  # pending operations in their locals keep connections open
         lines, self.lines = self.lines, {}  # other ranks may still write to their memory: it is never freed
         if lines and self.overdue is not None:
@@ -298,14 +255,13 @@ class Channels:
         return first
 
     def close(self) -> None:
-        """Close all connections."""
         self.history.close()
         if self.overdue is not None:
             self.overdue.close()
         lines, self.lines = self.lines, {}
         for line in lines.values():
             line.disconnect()
-        if lines and self.all_arrive("the end"):
+        if lines and self.history.all_arrive("the end", len(self.place.names())):
             for line in lines.values():
                 line.free()
         for group in self.groups():
@@ -314,17 +270,14 @@ class Channels:
         self.group = self.family = self.peers = self.control = self.shards = None
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """The process groups that are open."""
         groups = [*self.pairs.values(), self.group, self.peers, self.control, self.shards, self.family]
         return list(dict.fromkeys(group for group in groups if group is not None)) if self.are_open() else []
 
     def differ(self, reason: str) -> None:
-        """Other ranks made other calls: end this rank's waits in gloo groups. Called from another thread.
-
-        The waits of all ranks end with these, since a rank that fails closes its connections. What waits on a GPU is
-        ended by `zbfx.comm.overdue`.
-        """
-        self.first_fault(reason)
+        """Other ranks made other calls: end this rank's waits in gloo groups. Called from another thread. The waits of
+        all ranks end with these, since a rank that fails closes its connections. What waits on a GPU is ended by
+        `zbfx.comm.overdue`."""
+        self.history.first_fault(reason)
         for group in self.groups():
             with suppress(Exception):  # it times out, and gloo then closes all connections of the group
                 if dist.get_backend(group) == Library.GLOO.value:
@@ -332,7 +285,3 @@ class Channels:
                     work = dist.irecv(torch.zeros(1), src=other, group=group, tag=GIVEN_UP)
                     assert work is not None, "this process is a member"
                     work.wait(timedelta(milliseconds=1))
-
-    def first_fault(self, own: str) -> str:
-        """Report a failure of this rank; returns the first one of all ranks."""
-        return self.faults.first(own)

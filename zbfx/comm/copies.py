@@ -1,22 +1,17 @@
 """Messages between GPUs of one host by their copy engines: a wait takes nothing from the multiprocessors.
-
 In: pairs of ranks. Out: for each pair a `CopyLine`, which sends or receives dense tensors.
-
 A receive of NCCL that waits keeps its thread blocks on the device, and kernels made for all multiprocessors run much
 longer beside them: on an H200 the phases of a GPT take 7 to 25 % longer beside two such blocks. Here the sender copies
 into an inbox, memory of the receiver that both processes map, and streams wait by themselves for words in device
 memory. All of it can be captured in a CUDA graph.
-
 The words: the receiver's say which slots of its inbox are full, the sender's which are free. Whoever has waited for a
 word resets it, and every tensor starts at the first slot: every replay of a graph finds the words as the first one did.
-
-CUDA driver API: stream memory operations, inter-process memory.
-"""
+CUDA driver API: stream memory operations, inter-process memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -44,6 +39,7 @@ OTHER_STREAMS = 4  # that work beside lines: compute, the second stream, NCCL's,
 
 Pair = tuple[int, int]  # ranks: source, target
 Lines = dict[Pair, "CopyLine"]
+Address = tuple[str, bytes]  # the host, and what another process there needs to map memory of this one
 
 
 class DriverError(RuntimeError):
@@ -56,14 +52,6 @@ def driver_value(result: tuple[Any, ...]) -> Any:
     if int(error) != 0:
         raise DriverError(f"{error.name} ({int(error)})")
     return values[0] if values else None
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """What another process of the same host needs to map memory of this one."""
-
-    host: str
-    handle: bytes
 
 
 @cache
@@ -86,7 +74,6 @@ class Arrival:
     device: torch.device
 
     def wait(self) -> None:
-        """Make the current stream wait for it."""
         torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
@@ -104,7 +91,7 @@ class CopyLine:
             self.own = int(driver_value(driver.cuMemAlloc(WORDS_BYTES if sends else INBOX_BYTES)))
             driver_value(driver.cuMemsetD32(self.own, int(sends), SLOTS))  # all slots are free
             torch.cuda.synchronize(device)
-            self.address = Address(host(), bytes(driver_value(driver.cuIpcGetMemHandle(self.own)).reserved))
+            self.address = host(), bytes(driver_value(driver.cuIpcGetMemHandle(self.own)).reserved)
         self.stream = torch.cuda.ExternalStream(int(self.handle), device)
         self.other = 0
         self.transfers = 0
@@ -112,10 +99,10 @@ class CopyLine:
 
     def connect(self, address: Address | None) -> bool:
         """Map the other end's memory. False: this process cannot."""
-        if address is None or address.host != host():
+        if address is None or address[0] != host():
             return False
         handle = driver.CUipcMemHandle()
-        handle.reserved = address.handle
+        handle.reserved = address[1]
         lazily = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         try:
             with torch.cuda.device(self.device):
@@ -125,8 +112,7 @@ class CopyLine:
         return True
 
     def transfer(self, value: Tensor) -> Arrival:
-        """Send a dense tensor, or receive one, once the current stream has come this far. The tensor must live until
-        its arrival was waited for."""
+        """Send or receive a dense tensor once the current stream has come here. It must live until it has arrived."""
         with torch.cuda.device(self.device):
             self.stream.wait_stream(torch.cuda.current_stream())
             bytes_left, address, slot = value.numel() * value.element_size(), value.data_ptr(), 0
@@ -173,11 +159,9 @@ def new_line(device: torch.device, *, sends: bool) -> CopyLine | None:
 def open_lines(
     pairs: Sequence[Pair], place: Place, device: torch.device, what: str, most: int
 ) -> tuple[Lines, set[Pair]]:
-    """Open lines for pairs of ranks. Returns this process's ends, and the pairs that have a line in every pipeline.
-
-    A pair has none if its processes do not reach each other's memory, or if one of them would have more than `most`.
-    Collective over all processes, with equal pairs on each; `what` names the call that they are in.
-    """
+    """Open lines for pairs of ranks. Returns this process's ends, and the pairs that have a line in every pipeline. A
+    pair has none if its processes do not reach each other's memory, or if one of them would have more than `most`.
+    Collective over all processes, with equal pairs on each; `what` names the call that they are in."""
     mine = [pair for pair in pairs if place.rank in pair]
     made = {pair: new_line(device, sends=pair[0] == place.rank) for pair in mine if len(mine) <= most}
     own = {pair: line for pair, line in made.items() if line is not None}
@@ -199,3 +183,10 @@ def close_lines(lines: Sequence[CopyLine], what: str) -> None:
     exchange(f"{what} (inboxes closed)", None)
     for line in lines:
         line.free()
+
+
+def drained(lines: Collection[CopyLine]) -> Callable[[], bool]:
+    """A function that tells later whether the lines have done all that is queued now, without asking the device."""
+    for line in lines:
+        line.note()
+    return lambda: all(bool(line.noted) for line in lines)

@@ -1,14 +1,11 @@
 """Messages and sums between processes, over the channels of a pipeline: the transport of `pipe.bind()`.
-
-In: the `Message`s of one rank's program, `Channels`. Out: a `Transport` (`zbfx.program.ops`).
-"""
+In: the `Message`s of one rank's program, `Channels`. Out: a `Transport` (`zbfx.program.ops`)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -38,12 +35,10 @@ class GroupTransport:
     def post(self, key: str) -> None:
         assert key not in self.posted, f"{self.name}: {key} is posted twice"
         message = self.messages[key]
-        values = tuple(
-            torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=self.channels.device)
-            for layout in message.layouts
-        )
+        values = tuple(layout.empty(self.channels.device) for layout in message.layouts)
         with waiting(self.name, self.arriving(key)):
-            self.posted[key] = ([self.channels.irecv(flat(value), message.source) for value in values], values)
+            works = [self.channels.transfer(flat(value), message.source, message.target) for value in values]
+        self.posted[key] = works, values
 
     def posted_once(self, key: str) -> None:
         """Post a receive unless it is posted already."""
@@ -68,7 +63,7 @@ class GroupTransport:
         message = self.messages[key]
         dense = [flat(laid_out(value, layout)) for value, layout in zip(values, message.layouts, strict=True)]
         with waiting(self.name, self.leaving(key)):
-            self.sent[key] = [(self.channels.isend(value, message.target), value) for value in dense]
+            self.sent[key] = [(self.channels.transfer(value, message.source, message.target), value) for value in dense]
 
     def release(self, key: str) -> None:
         for work, _ in self.sent.pop(key, ()):  # `join` may have waited for it
@@ -97,8 +92,7 @@ class GroupTransport:
             self.release(key)
 
     def join(self) -> set[str]:
-        """Wait until all that is sent has left, and all that is posted or gathered has come. Returns the keys of what
-        is posted: it is received later."""
+        """Wait until all that is sent has left, and all that is posted or gathered has come. Returns what is posted."""
         for key, (works, values) in list(self.posted.items()):
             for work in works:
                 self.wait(work, self.arriving(key))
@@ -123,5 +117,4 @@ class GroupTransport:
 
 
 def flat(value: Tensor) -> Tensor:
-    """A dense tensor's memory as one contiguous dimension."""
     return value.as_strided((value.numel(),), (1,))

@@ -1,11 +1,8 @@
-"""Which calls a rank has made, and how ranks whose calls differ hear of it.
-
-In: the calls of this rank, a store that all ranks share. Out: a sentence that says which calls differ.
-
+"""What ranks tell each other through torch.distributed's store: the calls that each has made, and why one has failed.
+In: the calls and failures of this rank. Out: a sentence that says which calls differ; the first failure of all ranks.
 Nothing is written while calls follow each other quickly. If none follows for some seconds, a thread writes the last
 ones into the store. The first rank to write a call settles what the others must have called. Calls never change
-afterwards, so that ranks which are slow, but make equal calls, never differ.
-"""
+afterwards, so that ranks which are slow, but make equal calls, never differ."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -25,14 +23,16 @@ from zbfx.errors import SAME_CALLS
 COMPARE_S = 3.0  # from the beginning of a call until it is written, if none follows
 LOOK_S = 0.5
 CLOSE = "close, or the end of its process"
+FAULT = "fault"  # its key in the store
+FAULT_GRACE = timedelta(seconds=3)  # how long a rank that lost a connection waits for the reason
 KEPT = 8  # calls: a rank may be that far ahead, as some calls need nothing from other ranks
 
 Differs = Callable[[str], None]
 
 
 class Call(NamedTuple):
-    """The `number`th call of a pipeline, from 1. `batch`: the shapes of its batch, empty if it takes none; None: not
-    known yet."""
+    """The `number`th call of a pipeline, from 1. `batch`: the shapes of its batch, if it takes one; None: not yet
+    known."""
 
     number: int
     kind: str
@@ -43,11 +43,9 @@ class Call(NamedTuple):
 
 
 class History:
-    """The last calls of this rank.
-
-    `tag` is a hash of the last one: messages that carry it never meet those of another call. `differs()` is a function
-    that the thread calls with the reason once another rank has made other calls, or None if the pipeline is gone.
-    """
+    """The last calls of this rank. `tag` is a hash of the last: messages that carry it never meet those of another
+    call. `differs()` is what the thread calls with the reason once other calls were made; None: the pipeline is
+    gone."""
 
     def __init__(self, name: str, store: dist.Store, differs: Callable[[], Differs | None]) -> None:
         self.name, self.store, self.differs = name, store, differs
@@ -82,7 +80,6 @@ class History:
         self.begun_s = time.monotonic()
 
     def close(self) -> None:
-        """Watch no longer."""
         self.closed = True
 
     def end(self) -> None:
@@ -103,8 +100,7 @@ class History:
             time.sleep(LOOK_S)
 
     def difference(self) -> str | None:
-        """Write the calls that are not in the store yet; returns how another rank's differ, if it has written its
-        own before."""
+        """Write the calls that are not in the store yet; returns how they differ from what another rank has written."""
         with suppress(Exception):  # the process that holds the store is gone
             for call in tuple(self.calls):
                 if call.number <= self.told:
@@ -124,3 +120,35 @@ class History:
                     self.told = call.number
                     self.store.delete_key(f"call {call.number - 2 * KEPT}")
         return None
+
+    def known_fault(self) -> str | None:
+        """The first failure of all ranks, if one is known."""
+        try:
+            return self.store.get(FAULT).decode() if self.store.check([FAULT]) else None
+        except Exception:
+            return "the process that holds the store of torch.distributed has ended"
+
+    def first_fault(self, own: str, *, waited: bool = False) -> str:
+        """Report a failure; returns the first one of all ranks. `waited`: this rank has only waited for another in
+        vain, and leaves the first word to the rank that knows why."""
+        try:
+            if waited and (difference := self.difference()) is not None:
+                own, waited = difference, False
+            if waited:
+                with suppress(Exception):
+                    self.store.wait([FAULT], FAULT_GRACE)
+            # The store takes the first value that arrives and returns it to all.
+            return self.store.compare_set(FAULT, "", own).decode()
+        except Exception:
+            return own  # the process that holds the store is gone
+
+    def all_arrive(self, place: str, everyone: int) -> bool:
+        """Whether so many ranks call this for the same place, within a few seconds."""
+        deadline = time.monotonic() + FAULT_GRACE.total_seconds()
+        with suppress(Exception):  # the process that holds the store is gone
+            arrived = self.store.add(place, 1)
+            while arrived < everyone and time.monotonic() < deadline:
+                time.sleep(0.02)
+                arrived = self.store.add(place, 0)
+            return arrived >= everyone
+        return False

@@ -1,7 +1,5 @@
 """Messages between ranks that all live in one process: the transport of `pipe.run_local()`.
-
-In: the `Message`s of one rank's program, a `Mailbox` that all ranks share. Out: a `Transport` (`zbfx.program.ops`).
-"""
+In: the `Message`s of one rank's program, a `Mailbox` that all ranks share. Out: a `Transport` (`zbfx.program.ops`)."""
 
 from __future__ import annotations
 
@@ -112,11 +110,9 @@ class LocalTransport:
             self.release(key)
 
     def join(self) -> set[str]:
-        """Never called: only captured graphs need it."""
         raise AssertionError("graphs are captured by processes that run one rank each")
 
     def drop(self) -> None:
-        """Forget what is on its way, after a failure."""
         self.mailbox.channels.clear()
         self.posted.clear()
         self.sent.clear()

@@ -1,11 +1,8 @@
 """Ends a process whose GPU waits for a rank that will not come.
-
 In: how many steps the host has begun, and how many the device has got through. Out: the end of the process, and why.
-
 Nothing else can end such a wait. Inside a captured step, or for a copy, it has no timeout. The host waits for the
 device inside the driver, where neither exceptions nor Ctrl-C reach it. The thread that watches asks the device for
-nothing, because such calls may wait too: the device itself writes into memory of the host how far it has come.
-"""
+nothing, because such calls may wait too: the device itself writes into memory of the host how far it has come."""
 
 from __future__ import annotations
 
@@ -53,11 +50,8 @@ def start(watch: Callable[[], None]) -> None:
 
 
 class Overdue:
-    """Watches, from a thread of its own, that the device gets through each step that the host has begun.
-
-    `done()` is how many steps the device has got through, `fault()` why another rank has failed, or None. `allowed`
-    says what sets the timeout.
-    """
+    """Watches, from a thread of its own, that the device gets through each step that the host has begun. `done()`: how
+    many it has got through; `fault()`: why another rank has failed, or None; `allowed` says what sets the timeout."""
 
     def __init__(
         self,
@@ -74,13 +68,11 @@ class Overdue:
         self.closed = False  # set in finalizers, which may run inside any code: no lock
 
     def begin(self) -> None:
-        """The host begins a step."""
         self.begun += 1
         if self.begun == 1:
             start(self.watch)
 
     def close(self) -> None:
-        """Watch no longer."""
         self.closed = True
 
     def failed(self, reason: str, drained: Callable[[], bool]) -> None:

@@ -1,7 +1,5 @@
 """Where a process stands among all of torch.distributed: which rank of a pipeline, in which of its replicas.
-
-In: the number of ranks, and a mesh where there are replicas. Out: `Place`.
-"""
+In: the number of ranks, and a mesh where there are replicas. Out: `Place`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Process groups of torch.distributed as pipelines use them: which library carries them, and how one is created.
-
-In: processes, a timeout. Out: a group, and transfers in it that end within the timeout.
-"""
+In: processes, a timeout. Out: a group, and transfers in it that end within the timeout."""
 
 from __future__ import annotations
 
@@ -53,12 +51,9 @@ def library_for(device: torch.device) -> Library:
 
 
 def new_group(processes: Collection[int], timeout: timedelta, library: Library, blocks: int) -> dist.ProcessGroup:
-    """A process group. Every process of the world calls this, member or not, and at about the same time: none waits
-    for as long as `timeout` for a process that has ended meanwhile.
-
-    A receive that waits keeps its thread blocks spinning on the device. NCCL therefore gets few of them, and a stream
-    whose kernels start ahead of queued compute.
-    """
+    """A process group. Every process of the world calls this, member or not, and at about the same time: none waits for
+    as long as `timeout` for a process that has ended meanwhile. A receive that waits keeps its thread blocks spinning
+    on the device. NCCL therefore gets few of them, and a stream whose kernels start ahead of queued compute."""
     if library is Library.GLOO:
         group = dist.new_group(sorted(processes), timeout=min(timeout, MEETING), backend=library.value)
         if dist.get_rank() in processes:

@@ -1,8 +1,6 @@
 """What all processes of torch.distributed do together outside a step: compare their arguments, and share results.
-
 In: a value or an argument of this process. Out: those of all processes, or one error on all. Each exchange has a name:
-processes that are at exchanges of different names made different calls, and hear of it at once.
-"""
+processes that are at exchanges of different names made different calls, and hear of it at once."""
 
 from __future__ import annotations
 
@@ -18,7 +16,6 @@ from zbfx.spelled import spelled
 
 
 def is_alone() -> bool:
-    """Whether no other process takes part."""
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
@@ -38,10 +35,8 @@ def waiting(who: str, what: str) -> Iterator[None]:
 
 
 def exchange(what: str, value: object) -> list[Any]:
-    """The picklable value of every process, in order, on every one; `what` names the exchange.
-
-    Raises `ZbfxError` if another process is at another exchange, `PipelineFault` if one has ended.
-    """
+    """The picklable value of every process, in order, on every one; `what` names the exchange. Raises `ZbfxError` if
+    another process is at another exchange, `PipelineFault` if one has ended."""
     if is_alone():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()

@@ -1,8 +1,6 @@
 """How long calls take on a device, in the state in which a step will run them.
-
 In: functions without arguments. Out: seconds. Calls follow each other without a pause, on a GPU as captured CUDA
-graphs, so that neither launches nor a cold clock enter.
-"""
+graphs, so that neither launches nor a cold clock enter."""
 
 from __future__ import annotations
 
@@ -62,11 +60,7 @@ def captured(call: Callable[[], Any], repetitions: int, pool: Any = None) -> tor
 def graph_s(call: Callable[[], Any]) -> float:
     graph = captured(call, REPETITIONS)
     graph.replay()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(TIMINGS + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        graph.replay()
-        mark.record()
+    marks = turn(dict.fromkeys(range(TIMINGS), graph))
     torch.cuda.synchronize()
     return median(a.elapsed_time(b) / 1e3 / REPETITIONS for a, b in pairwise(marks))
 
@@ -84,11 +78,8 @@ def sustained_s(
 
 
 def in_turn_s(graphs: Mapping[Label, torch.cuda.CUDAGraph], warm_s: float) -> dict[Label, float]:
-    """Median seconds of each graph, run in turn under load. Waits for nothing else that the device does.
-
-    The device always has the next turn before it ends one: a pause of a moment, in which it draws less power, makes it
-    faster by 1 to 2 % than it is in a step.
-    """
+    """Median seconds of each graph, run in turn under load. The device always has the next turn before it ends one: a
+    pause of a moment, in which it draws less power, makes it faster by 1 to 2 % than it is in a step."""
     seconds: dict[Label, list[float]] = {key: [] for key in graphs}
     counts_from = time.perf_counter() + warm_s
     end = counts_from + COUNTED_S

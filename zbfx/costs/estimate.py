@@ -1,9 +1,6 @@
-"""Stages -> CostTable in closed form: a roofline per node, summed over each phase, and bytes from the storages.
-
-Such a table is good enough to balance stages and to order actions on hardware of the assumed proportions; measured
-costs replace it where the plan has to be exact. Stages traced with symbols for sizes give `Formulas`, which become a
-table for any sizes by substitution.
-"""
+"""Stages -> CostTable in closed form: a roofline per node, summed over each phase, and bytes from the storages: good
+enough to balance stages and to order actions on hardware of the assumed proportions. Stages traced with symbols for
+sizes give `Formulas`, which become a table for any sizes by substitution."""
 
 from __future__ import annotations
 
@@ -65,7 +62,6 @@ class Formulas:
     placement: tuple[int, ...]
 
     def at(self, values: Mapping[sympy.Symbol, int]) -> CostTable:
-        """The table for these sizes."""
 
         def number(formula: Any) -> Any:
             if not isinstance(formula, sympy.Expr):
@@ -119,7 +115,6 @@ def formulas(stages: Sequence[Stage], placement: Sequence[int], hardware: Hardwa
 
 
 def stage_terms(stage: Stage, hardware: Hardware) -> dict[str, Any]:
-    """The fields of a `StageCost`."""
 
     def phase_s(kind: Kind) -> Any:
         return total(node_s(node, hardware, expression) for node in stage.phases[kind].module.graph.nodes)

@@ -1,7 +1,5 @@
 """Seconds of messages between ranks, and of sums over replicas, taken on the machine. All ranks measure together.
-
-In: the edges of a cost table with their stages, or `Channels`. Out: measured edges, or a `Link`.
-"""
+In: the edges of a cost table with their stages, or `Channels`. Out: measured edges, or a `Link`."""
 
 from __future__ import annotations
 
@@ -52,8 +50,7 @@ def measured_edges(
 def measured_edge(
     edge: Edge, stages: Sequence[Stage], placement: Sequence[int], device: torch.device, lines: Lines
 ) -> Edge:
-    """The edge with the seconds of its messages, from round trips between its two ranks. Every rank calls this, for all
-    edges in one order."""
+    """The edge with the seconds of its messages, from round trips. All ranks call this, for all edges in one order."""
     low, high = placement[edge.source], placement[edge.target]
     if low == high:
         return edge
@@ -98,10 +95,11 @@ def transfer_s(sender: int, receiver: int, payload: Tensor, lines: Lines) -> flo
     return (graph_s(round_trip) if lined else on_host_s(round_trip, payload.device)) / 2
 
 
-def on_host_s(call: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of a call in which other processes take part."""
+def on_host_s(call: Callable[[], object], device: torch.device, before: Callable[[], object] = lambda: None) -> float:
+    """Median seconds of a call in which other processes take part; `before` is called before each, untimed."""
     seconds = []
     for _ in range(TIMINGS + 2):
+        before()
         synchronize(device)
         start = time.perf_counter()
         call()
@@ -121,14 +119,7 @@ def measured_link(channels: Channels) -> Link:
 
     def seconds(size: int) -> float:
         payload = torch.zeros(size, dtype=torch.uint8, device=device)
-        found = []
-        for _ in range(TIMINGS + 2):
-            channels.barrier()
-            start = time.perf_counter()
-            channels.sum_over_replicas(payload).wait()
-            synchronize(device)
-            found.append(time.perf_counter() - start)
-        return median(found[2:])
+        return on_host_s(lambda: channels.sum_over_replicas(payload).wait(), device, channels.barrier)
 
     small_s, large_s = seconds(1), seconds(LARGE_BYTES)
     own = (small_s, 2 * (replicas - 1) / replicas * LARGE_BYTES / max(large_s - small_s, 1e-9))

@@ -1,12 +1,10 @@
-"""Values to call phases with before there are real ones: to time phases, and to load their code.
-
-In: fake tensors, and the graph that says what they are used for. Out: real tensors of their sizes, strides and dtypes.
-"""
+"""Values to call phases with before there are real ones: to time phases, and to load their code. In: fake tensors, and
+the graph that says what they are used for. Out: real tensors of their sizes, strides and dtypes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -51,11 +49,11 @@ def made_up(value: Any, device: torch.device, *, positive: bool = False) -> Any:
 
 def positive_inputs(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """What must be positive so that probabilities and pivots are, where any of these nodes takes some: the floats (for
-    pivots, integers) that they are computed from, as far back as the graph goes. Sums and products of positive numbers
-    are positive."""
+    pivots, integers) that they are computed from. Sums and products of positive numbers are positive."""
     found: set[fx.Node] = set()
     for node in nodes:
-        op = getattr(operator_of(node), "overloadpacket", None)
+        # A random node calls the wrapper that sets its generator, and names the operator first.
+        op = getattr(node.args[0] if node.target is seeded else node.target, "overloadpacket", None)
         if op in OF_PROBABILITIES or op in OF_PIVOTS:
             wanted = is_float if op in OF_PROBABILITIES else is_integer
             waiting = [source for source in node.all_input_nodes if wanted(source)]
@@ -65,11 +63,6 @@ def positive_inputs(nodes: Iterable[fx.Node]) -> set[fx.Node]:
                     found.add(source)
                     waiting += filter(wanted, source.all_input_nodes)
     return found
-
-
-def operator_of(node: fx.Node) -> Any:
-    """The operator that a node calls; for a random one, the operator behind the wrapper that sets its generator."""
-    return node.args[0] if node.target is seeded else node.target
 
 
 def is_float(node: fx.Node) -> bool:
@@ -83,7 +76,6 @@ def is_integer(node: fx.Node) -> bool:
 
 
 def argument_of(node: fx.Node, device: torch.device, positive: set[fx.Node]) -> Any:
-    """A made-up value of a node."""
     if "val" not in node.meta:  # a seed
         return 0
     return made_up(node.meta["val"], device, positive=node in positive)
@@ -93,22 +85,6 @@ def argument_makers(graph: fx.Graph, device: torch.device) -> list[Callable[[], 
     """A function for each argument of a phase's graph, which makes it up."""
     positive = positive_inputs(graph.nodes)
     return [partial(argument_of, node, device, positive) for node in graph.find_nodes(op="placeholder")]
-
-
-def made_up_storage(
-    values: Sequence[Tensor], size: int, device: torch.device, *, positive: bool = False
-) -> list[Tensor]:
-    """Tensors like these fake ones, in one storage of so many bytes as theirs. They are zero, or above 0 if `positive`:
-    then all have one dtype."""
-    memory = torch.zeros(size, dtype=torch.uint8, device=device)
-
-    def like(value: Tensor) -> Tensor:
-        entries = memory[: size // value.element_size() * value.element_size()].view(value.dtype)
-        if positive:
-            entries.fill_(0.02 if value.is_floating_point() else 1)
-        return entries.as_strided(value.size(), value.stride(), value.storage_offset())
-
-    return [like(value) for value in values]
 
 
 def positive_values(phase: Phase) -> set[str]:
@@ -121,16 +97,20 @@ def positive_values(phase: Phase) -> set[str]:
 def made_up_values(
     stage: Stage, names: Iterable[str], positive: Collection[str], device: torch.device
 ) -> dict[str, Tensor]:
-    """Made-up values of a stage, which share storages as the real ones do. All values in the storage of a `positive`
-    one are above 0."""
+    """Made-up values of a stage, which share storages as real ones do: above 0 in the storage of a `positive` one."""
     storages: dict[str, list[str]] = defaultdict(list)
     for name in names:
         storages[stage.storages[name][0]].append(name)
     made: dict[str, Tensor] = {}
     for members in storages.values():
-        fakes, size = [stage.examples[name] for name in members], stage.storages[members[0]][1]
-        filled = any(name in positive for name in members)
-        made |= zip(members, made_up_storage(fakes, size, device, positive=filled), strict=True)
+        size, filled = stage.storages[members[0]][1], any(name in positive for name in members)
+        memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        for name in members:
+            value = stage.examples[name]
+            entries = memory[: size // value.element_size() * value.element_size()].view(value.dtype)
+            if filled:  # all have one dtype then
+                entries.fill_(0.02 if value.is_floating_point() else 1)
+            made[name] = entries.as_strided(value.size(), value.stride(), value.storage_offset())
     return made
 
 

@@ -1,8 +1,6 @@
 """Costs taken on the device: of single nodes (for the partition) and of whole phases (for the plan).
-
 In: a joint graph or stages, and the conditions under which they run. Out: seconds of nodes, or a `Costed`. All ranks
-measure at the same time, each its own stages, and share the results: every rank plans from the same numbers.
-"""
+measure at the same time, each its own stages, and share the results: every rank plans from the same numbers."""
 
 from __future__ import annotations
 
@@ -16,19 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from zbfx.comm.together import exchange, from_rank
+from zbfx.costs import made_up
 from zbfx.costs.clock import WARM_S, call_s, captured, most_bytes, side_by_side, sustained_s
 from zbfx.costs.estimate import Costed, Hardware, estimate, hardware_of, node_s
 from zbfx.costs.links import measured_edges
-from zbfx.costs.made_up import (
-    REFUSALS,
-    argument_keys,
-    argument_makers,
-    argument_of,
-    made_up_values,
-    positive_inputs,
-    positive_values,
-    without_checks,
-)
 from zbfx.errors import ZbfxError, first_line
 from zbfx.graphs import CallBytes, Joint, Phase, Stage
 from zbfx.memory.lifetimes import CUDA_GRANULE, Reading, call_effect, lifetimes, reading, transient_bytes
@@ -55,8 +44,8 @@ def node_timer(joint: Joint, options: Options) -> Callable[[fx.Node], float]:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """How phases are measured: on `device`, as `compiled` runs them, after `warm_s` of load. `overlap`: Ws beside Bs
-    are measured too."""
+    """How phases are measured: on `device`, as `compiled` runs them, after `warm_s` of load; Ws beside Bs if
+    `overlap`."""
 
     device: torch.device
     compiled: Callable[[Phase], Boxed]
@@ -90,8 +79,7 @@ def node_seconds(joint: Joint, hardware: Hardware, device: torch.device) -> dict
     seconds: dict[str, float] = {}
     if not dist.is_initialized() or dist.get_rank() == 0:
         seconds = graph_seconds(joint.graph, hardware, device)
-    shared: dict[str, float] = from_rank(0, "compile (seconds of nodes)", seconds)
-    return shared
+    return from_rank(0, "compile (seconds of nodes)", seconds)
 
 
 def graph_seconds(graph: fx.Graph, hardware: Hardware, device: torch.device) -> dict[str, float]:
@@ -121,12 +109,12 @@ def signature(node: fx.Node) -> str:
 def one_node_s(node: fx.Node, hardware: Hardware, device: torch.device) -> float:
     if any(isinstance(source.meta.get("val"), tuple | list) for source in node.all_input_nodes):
         return node_s(node, hardware)
-    positive = positive_inputs([node])
-    made = {source: argument_of(source, device, positive) for source in node.all_input_nodes}
+    positive = made_up.positive_inputs([node])
+    made = {source: made_up.argument_of(source, device, positive) for source in node.all_input_nodes}
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: made[n])
     try:
         return call_s(lambda: node.target(*args, **kwargs), device)  # type: ignore[operator]
-    except REFUSALS:
+    except made_up.REFUSALS:
         return node_s(node, hardware)
 
 
@@ -178,17 +166,20 @@ def prepared(stage: Stage, conditions: Conditions) -> Prepared:
     refused: dict[Kind, str] = {}
     for kind, phase in stage.phases.items():
         if not phase.is_empty:
-            for key, make in zip(argument_keys(phase), argument_makers(phase.module.graph, device), strict=True):
+            keys = made_up.argument_keys(phase)
+            for key, make in zip(keys, made_up.argument_makers(phase.module.graph, device), strict=True):
                 if key not in made:
                     made[key] = make()
-            args = [made[key] for key in argument_keys(phase)]
-            run = conditions.compiled(without_checks(phase))
+            args = [made[key] for key in keys]
+            run = conditions.compiled(made_up.without_checks(phase))
             calls[kind] = partial(keeping, run, args)
             try:
-                attempt(calls[kind], device)
+                calls[kind]()
+                if device.type == "cuda":  # a capture may raise what a call does not
+                    captured(calls[kind], repetitions=1)
             except torch.OutOfMemoryError:
                 raise
-            except REFUSALS as error:
+            except made_up.REFUSALS as error:
                 refused[kind] = f"{type(error).__name__}: {first_line(error)}"
                 del calls[kind]
                 continue
@@ -256,20 +247,11 @@ def beside(one: Prepared, conditions: Conditions) -> Callable[[], Any] | None:
 
 
 def beside_s(stage: int, alone: Mapping[TimedPart, float], mixed: Mapping[TimedPart, float]) -> float:
-    """Seconds of B with W beside it: what a round of Fs and such pairs takes beyond the Fs alone.
-
-    This round is timed apart from the one of B and W in turn, because a device that does more at once draws more power
-    and lowers its clock. The time that the Fs lose to that counts as the pair's.
-    """
+    """Seconds of B with W beside it: what a round of Fs and such pairs takes beyond the Fs alone. This round is timed
+    apart from the one of B and W in turn, because a device that does more at once draws more power and lowers its
+    clock. The time that the Fs lose to that counts as the pair's."""
     forward = (stage, str(Kind.F))
     return mixed[stage, BESIDE] + mixed.get(forward, 0.0) - alone.get(forward, 0.0)
-
-
-def attempt(call: Callable[[], Any], device: torch.device) -> None:
-    """Call, and on a GPU also capture, to raise what either raises."""
-    call()
-    if device.type == "cuda":
-        captured(call, repetitions=1)
 
 
 def keeping(run: Boxed, args: Sequence[Any]) -> Any:
@@ -293,6 +275,6 @@ def leaving(stage: Stage, kind: Kind, read: Reading, args: Sequence[Any], device
     """These arguments, with storages that nothing else holds for the values that the call owns."""
     phase, box = stage.phases[kind], list(args)
     owned = [name for name, slot in zip(phase.values, read.groups, strict=True) if slot in read.owned]
-    for name, value in made_up_values(stage, owned, positive_values(phase), device).items():
+    for name, value in made_up.made_up_values(stage, owned, made_up.positive_values(phase), device).items():
         box[len(phase.ports) + phase.values.index(name)] = value
     return box

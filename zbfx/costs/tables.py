@@ -7,8 +7,7 @@ Times in any one unit, memory in any other. A stage may add `t_bw` (the fused ba
 `t_beside` (B with a W beside it on a second stream) and `static` (held through the whole step, by default 0). `t_comm`
 is one number or one per stage boundary, by default 0; `placement` names each stage's rank, by default its own. In
 place of `t_comm`, `edges` lists `{"source": 0, "target": 2, "t_f": 0.1, "t_b": null}`: values may skip stages, null
-means that nothing is sent.
-"""
+means that nothing is sent."""
 
 from __future__ import annotations
 
@@ -62,7 +61,9 @@ class Reader:
         return None if self.required(key) is None else self.number(key)
 
     def list(self, key: str) -> list[Any]:
-        return as_list(self.required(key), f"{self.where}.{key}")
+        if not isinstance(value := self.required(key), list):
+            raise ZbfxError(f"{self.where}.{key}: expected a list; found {value!r}")
+        return value
 
     def required(self, key: str) -> Any:
         if key not in self.values:
@@ -79,12 +80,6 @@ def as_number(value: Any, where: str) -> Number:
 def as_integer(value: Any, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ZbfxError(f"{where}: expected a whole number; found {value!r}")
-    return value
-
-
-def as_list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ZbfxError(f"{where}: expected a list; found {value!r}")
     return value
 
 
@@ -110,14 +105,12 @@ def costs_from_json(document: Any, where: str = "costs") -> CostTable:
         if "t_comm" in table.values:
             raise ZbfxError(f"{where}: give either t_comm or edges; found both")
         edges = [Reader.of(row, f"{where}.edges[{i}]", EDGE_KEYS) for i, row in enumerate(table.list("edges"))]
-        return CostTable(
-            tuple(stages),
-            tuple(
-                Edge(e.integer("source"), e.integer("target"), e.number_or_null("t_f"), e.number_or_null("t_b"))
-                for e in edges
-            ),
-            tuple(range(len(stages)) if placement is None else placement),
-        )
+        found = [
+            Edge(e.integer("source"), e.integer("target"), e.number_or_null("t_f"), e.number_or_null("t_b"))
+            for e in edges
+        ]
+        ranks = range(len(stages)) if placement is None else placement
+        return CostTable(tuple(stages), tuple(found), tuple(ranks))
     comm = table.values.get("t_comm", 0)
     if isinstance(comm, list):
         comm_s: Number | list[Number] = [as_number(value, f"{where}.t_comm") for value in comm]

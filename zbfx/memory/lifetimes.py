@@ -1,11 +1,6 @@
-"""Phase -> the storages that it reads and makes, and when each of them comes and goes.
-
-In: a `Phase`, with the fake values of its nodes. Out: `Lifetimes`, and what a call of the phase does to memory.
-
-A storage lives while any value in it does. A view, or the result of an in-place op, is in its input's storage. A value
-dies after the statement that reads it last, as in the generated code (`x = None`); a value that nobody reads dies at
-once.
-"""
+"""Phase -> the storages that it reads and makes, and when each comes and goes. A storage lives while any value in it
+does; a view, or the result of an in-place op, is in its input's storage. A value dies after the statement that reads it
+last, as in the generated code (`x = None`), one that nobody reads at once."""
 
 from __future__ import annotations
 
@@ -34,12 +29,9 @@ Slot = int  # a storage inside a phase: the k-th value that it reads for k < len
 
 @dataclass(frozen=True, slots=True)
 class Lifetimes:
-    """What happens to memory inside a phase, op by op.
-
-    `steps` are the ops at which anything changes: (node, slots made there with their bytes, slots that nothing reads
-    after it). Parameters, buffers, inputs of the microbatch and accumulators are left out. `results[k]` is the slot of
-    the phase's k-th result, None if that has no slot.
-    """
+    """What happens to memory inside a phase, op by op. `steps` are the ops at which anything changes: (node, slots made
+    there with their bytes, slots that nothing reads after it). Parameters, buffers, inputs of the microbatch and
+    accumulators are left out. `results[k]` is the slot of the phase's k-th result, None if that has no slot."""
 
     steps: tuple[tuple[str, tuple[tuple[Slot, int], ...], tuple[Slot, ...]], ...]
     results: tuple[Slot | None, ...]
@@ -92,11 +84,7 @@ def lifetimes(phase: Phase, granule: int = 1) -> Lifetimes:
     return Lifetimes(steps, tuple(one_slot(value) for value in returned))
 
 
-class New:
-    """Says that a node makes storages of its own."""
-
-
-NEW = New()
+NEW = object()  # says that a node makes storages of its own
 
 
 def inherited(node: fx.Node, values: Mapping[fx.Node, Slots]) -> Any:

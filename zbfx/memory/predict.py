@@ -1,8 +1,6 @@
 """Program -> the bytes that its rank holds, at every action of a step: the prediction that `mem_limit` is kept by.
-
 In: `Program`s, and the options that they run with. Out: a `RankMemory` for each rank. Static bytes are counted from the
-graphs; bytes that come and go are found by a walk of the program (`zbfx.memory.walk`).
-"""
+graphs; bytes that come and go are found by a walk of the program (`zbfx.memory.walk`)."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 import torch
@@ -69,11 +68,8 @@ class RankMemory:
 def predict(
     programs: Sequence[Program], joint: Joint, signature: Signature, options: Options, memo: Memo
 ) -> tuple[RankMemory, ...]:
-    """What each rank holds in a step. Programs share the lifetimes in their phases, through `memo`.
-
-    A compiled phase counts with the lifetimes in its ops; what it was measured to hold beyond them is in
-    `Phase.most_bytes`.
-    """
+    """What each rank holds in a step. Programs share the lifetimes in their phases, through `memo`. A compiled phase
+    counts with the lifetimes in its ops; what it was measured to hold beyond them is in `Phase.most_bytes`."""
     return tuple(rank_memory(program, joint, signature, options, memo) for program in programs)
 
 
@@ -110,16 +106,21 @@ def resolved(options: Options) -> Options:
 
 
 def free_bytes(device: torch.device, ranks: int) -> list[float]:
-    """The bytes that each rank's device can give: on a GPU its free memory less that of connections to come, on a host
-    an equal share of the free memory."""
+    """What each rank's device can give: a GPU's free memory less that of connections, an equal share of a host's."""
     if device.type == "cuda":
         own = float(torch.cuda.mem_get_info(device)[0]) - CONNECTIONS_BYTES
     else:
-        pages = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-        assert pages is not None, "Linux says how much memory is available"
-        own = float(pages[1]) * 1024 / ranks
+        own = available_bytes() / ranks
+        assert own < inf, "Linux says how much memory is available"
     found = exchange("compile (free memory)", own)
     return found if len(found) == ranks else [own] * ranks
+
+
+def available_bytes() -> float:
+    """Free memory of the host; infinite where the system does not say."""
+    path = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", path.read_text()) if path.exists() else None
+    return float(found[1]) * 1024 if found else inf
 
 
 def workspace_bytes(device: torch.device) -> int:

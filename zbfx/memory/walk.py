@@ -1,11 +1,6 @@
-"""A program walked node by node as the runtime runs it (`zbfx.runtime.runner`), on storages in place of tensors.
-
-In: a `Program`, and the lifetimes in its phases. Out: a `Moment` for each action.
-
-A storage counts once, from the op that makes it until nothing holds it any more. Values of the program hold storages,
-and so do posted receives, sent messages that are not released, and, inside a phase, values that its ops still read
-(`zbfx.memory.lifetimes`).
-"""
+"""A program walked node by node as the runtime runs it (`zbfx.runtime.runner`), on storages in place of tensors. A
+storage counts once, from the op that makes it until nothing holds it: values of the program, posted receives, sent
+messages that are not released, and, inside a phase, values that its ops still read."""
 
 from __future__ import annotations
 
@@ -21,21 +16,17 @@ from zbfx.memory.lifetimes import Effect, Lifetimes, Slot, call_effect, rounded
 from zbfx.plan import Action
 from zbfx.program import ops, streams
 from zbfx.program.boxed import dying_values
-from zbfx.program.calls import AddToGradient, Gradient, GradientBucket, PartialSum, PhaseCall
+from zbfx.program.calls import BatchLoss, Bound, BoundTensor, PhaseCall
 from zbfx.program.codegen import Program
-from zbfx.program.relays import BatchLoss, Bound
 
 # Modules that read and write gradients alone, or, for the optimizer, a few numbers.
-STATIC = (PartialSum, AddToGradient, Gradient, GradientBucket, Bound)
+STATIC = (BoundTensor, Bound)
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Bytes beside the static ones up to the end of an action: the most since the action before, and what is left.
-
-    `node` is the op of the phase at which the most was held; "" if that was between phases. The last moment of a step
-    has no action.
-    """
+    """Bytes beside the static ones up to the end of an action: the most since the action before, at the op `node` ("":
+    between phases), and what is left. The last moment of a step has no action."""
 
     action: Action | None
     peak_bytes: int
@@ -97,8 +88,8 @@ class Walk:
             return None
         key = str(node.args[1])
         if node.target is ops.post:
-            sizes = [layout_bytes(layout) for layout in self.program.messages[key].layouts]
-            self.posted[key] = tuple(self.new(size, "receives") for size in sizes)
+            layouts = self.program.messages[key].layouts
+            self.posted[key] = tuple(self.new(layout.size_bytes, "receives") for layout in layouts)
             hold(self.posted[key])
         elif node.target is ops.receive:
             received = self.posted.pop(key)
@@ -109,13 +100,7 @@ class Walk:
             hold(self.sent[key])
         elif node.target is ops.release:
             self.drop(self.sent.pop(key))
-        elif node.target in (
-            ops.reduce,
-            ops.reduced,
-            ops.gather,
-            ops.gathered,
-            streams.join,
-        ):
+        elif node.target in (ops.reduce, ops.reduced, ops.gather, ops.gathered, streams.join):
             return None  # in place, on gradients; a join is the last reader of what a call beside others reads
         else:
             assert node.target is operator.getitem, f"no rule for the memory of {node.format_node()}"
@@ -129,7 +114,7 @@ class Walk:
         message = self.program.messages[key]
         for source, name, layout in zip(sources, message.names, message.layouts, strict=True):
             if name in self.strides and self.strides[name] != layout.stride:
-                found.append(self.new(layout_bytes(layout), "sends"))
+                found.append(self.new(layout.size_bytes, "sends"))
             else:
                 found.append(self.values[source])
         return tuple(found)
@@ -165,9 +150,8 @@ class Walk:
 
     def loss(self, microbatches: int) -> Storage:
         """The loss of the batch, from those of its microbatches, stacked."""
-        layout = self.program.chain.loss
-        stacked = self.new(microbatches * layout_bytes(layout), "loss")
-        loss = self.new(layout_bytes(layout), "loss")
+        size = self.program.chain.loss.size_bytes
+        stacked, loss = self.new(microbatches * size, "loss"), self.new(size, "loss")
         self.held -= stacked.size
         return loss
 
@@ -219,13 +203,6 @@ def storages_in(values: Collection[Storages]) -> set[Storage]:
         elif value is not None:
             found |= storages_in(value)
     return found
-
-
-def layout_bytes(layout: Any) -> int:
-    size = layout.dtype.itemsize
-    for length in layout.shape:
-        size *= int(length)
-    return size
 
 
 def inner_call(module: nn.Module) -> nn.Module:

@@ -1,10 +1,6 @@
-"""What optimizer steps cost in the plan: consecutive steps of all ranks, simulated with and without a barrier.
-
-In: a schedule with its messages and chain, the costs of the optimizer. Out: `OptimizerPlan`.
-
-The simulator of schedules times one step, whose end nobody waits for. Here steps follow each other. A rank goes on as
-soon as it has stepped its optimizer, so that a step fills the gaps that the one before it left.
-"""
+"""What optimizer steps cost in the plan: consecutive steps of all ranks, simulated with and without a barrier. The
+simulator of schedules times one step, whose end nobody waits for. Here a rank goes on as soon as it has stepped its
+optimizer, so that a step fills the gaps that the one before it left."""
 
 from __future__ import annotations
 
@@ -29,8 +25,7 @@ TaskKey = tuple[object, ...]
 @dataclass(frozen=True, slots=True)
 class OptimizerCosts:
     """What a step of the optimizer costs. For each rank: seconds of a step and of the copies for undoing it (`step_s`),
-    seconds of undoing a step and taking it again (`redo_s`), and bytes of the copies. `hop_s`: seconds from one rank to
-    the next."""
+    of undoing a step and taking it again (`redo_s`), and bytes of the copies. `hop_s`: from one rank to the next."""
 
     step_s: tuple[float, ...]
     redo_s: tuple[float, ...]
@@ -141,12 +136,7 @@ class Steps:
     """The tasks of consecutive steps. Keys: (action, step, run), ("verdict" or "state" or "optimizer", step, rank)."""
 
     def __init__(
-        self,
-        schedule: Schedule,
-        messages: Sequence[Message],
-        chain: Chain,
-        costs: OptimizerCosts,
-        barrier: bool,
+        self, schedule: Schedule, messages: Sequence[Message], chain: Chain, costs: OptimizerCosts, barrier: bool
     ) -> None:
         self.schedule, self.chain, self.costs, self.barrier = schedule, chain, costs, barrier
         self.orders = [[part for action in order for part in parts(action)] for order in schedule.ranks]
@@ -190,13 +180,13 @@ class Steps:
         return Task((action, step, run), seconds, after)
 
     def verdict(self, rank: int, step: int) -> Task:
-        source = self.chain.neighbours(rank).after
+        _, source = self.chain.neighbours(rank)
         known: TaskKey = ("state", step - 1, rank) if source is None else ("verdict", step, source)
         after = () if source is None and step == 0 else ((known, 0.0 if source is None else self.costs.hop_s),)
         return Task(("verdict", step, rank), 0.0, after)
 
     def state(self, rank: int, step: int) -> Task:
-        source = self.chain.neighbours(rank).before
+        source, _ = self.chain.neighbours(rank)
         waits = () if self.barrier or source is None else ((("state", step, source), self.costs.hop_s),)
         return Task(("state", step, rank), 0.0, waits)
 

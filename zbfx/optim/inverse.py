@@ -1,11 +1,6 @@
-"""The way back in place: the step of an optimizer undone by arithmetic (the paper's appendix on rollback).
-
-In: an optimizer after its step, with the hyperparameters and gradients of that step. Out: the parameters and their
-state as before, up to rounding; it takes no memory.
-
-A number comes back within a few units in the last place, in its own precision, of the numbers that enter: for a
-parameter itself and its update, for a moment itself and the gradient.
-"""
+"""The way back in place: an optimizer's step undone by arithmetic (the paper's appendix on rollback), without memory. A
+number comes back within a few units in the last place, in its own precision, of the numbers that enter: for a parameter
+itself and its update, for a moment itself and the gradient."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from torch import Tensor
 
 from zbfx.errors import ZbfxError
 
-Hyperparameters = Mapping[str, Any]  # of a parameter group
+Hyperparameters = Mapping[str, Any]  # of a parameter group: numbers, or tensors that hold one
 ParameterState = dict[str, Any]  # what the optimizer keeps for one parameter
 
 
@@ -60,13 +55,8 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype is torch.float64 else tensor.float()
 
 
-def number(value: Any) -> float:
-    """A hyperparameter, which may be a tensor, as a number."""
-    return float(value)
-
-
 def decay_obstacle(group: Hyperparameters) -> str | None:
-    if number(group["lr"]) * number(group["weight_decay"]) == 1.0:
+    if float(group["lr"]) * float(group["weight_decay"]) == 1.0:
         return "lr * weight_decay is 1: the step forgets the parameter"
     return None
 
@@ -78,7 +68,7 @@ def sgd_obstacle(group: Hyperparameters) -> str | None:
 
 
 def undo_sgd(group: Hyperparameters, parameter: Tensor, gradient: Tensor, state: ParameterState, first: bool) -> None:
-    lr, decay, momentum = (number(group[key]) for key in ("lr", "weight_decay", "momentum"))
+    lr, decay, momentum = (float(group[key]) for key in ("lr", "weight_decay", "momentum"))
     g = -wide(gradient) if group["maximize"] else wide(gradient)
     p = wide(parameter)
     if momentum == 0.0:
@@ -89,11 +79,11 @@ def undo_sgd(group: Hyperparameters, parameter: Tensor, gradient: Tensor, state:
     p = (p + lr * (g + momentum * wide(buffer))) / (1.0 - lr * decay) if nesterov else p + lr * wide(buffer)
     parameter.copy_(p)
     if not first:
-        buffer.copy_((wide(buffer) - (1.0 - number(group["dampening"])) * (g + decay * p)) / momentum)
+        buffer.copy_((wide(buffer) - (1.0 - float(group["dampening"])) * (g + decay * p)) / momentum)
 
 
 def adam_obstacle(group: Hyperparameters) -> str | None:
-    beta1, beta2 = (number(beta) for beta in group["betas"])
+    beta1, beta2 = (float(beta) for beta in group["betas"])
     if group["amsgrad"]:
         return "amsgrad keeps the largest second moment, which forgets the one before"
     if group["differentiable"]:
@@ -104,10 +94,10 @@ def adam_obstacle(group: Hyperparameters) -> str | None:
 
 
 def undo_adam(group: Hyperparameters, parameter: Tensor, gradient: Tensor, state: ParameterState, first: bool) -> None:
-    lr, decay, epsilon = (number(group[key]) for key in ("lr", "weight_decay", "eps"))
-    beta1, beta2 = (number(beta) for beta in group["betas"])
+    lr, decay, epsilon = (float(group[key]) for key in ("lr", "weight_decay", "eps"))
+    beta1, beta2 = (float(beta) for beta in group["betas"])
     g = -wide(gradient) if group["maximize"] else wide(gradient)
-    count, m, v = number(state["step"]), state["exp_avg"], state["exp_avg_sq"]
+    count, m, v = float(state["step"]), state["exp_avg"], state["exp_avg_sq"]
     root = wide(v).sqrt() / (1.0 - beta2**count) ** 0.5
     p = wide(parameter) + lr / (1.0 - beta1**count) * wide(m) / (root + epsilon)
     if group.get("decoupled_weight_decay"):

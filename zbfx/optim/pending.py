@@ -1,26 +1,27 @@
-"""One step of an optimizer, until its verdict is known and what ranks did too early is corrected.
-
-In: the gradients of a step and the hyperparameters. Out: parameters that all ranks have stepped alike, or not at all.
-"""
+"""One step of an optimizer, until its verdict is known and what ranks did too early is corrected. In: the gradients of
+a step and the hyperparameters. Out: parameters that all ranks have stepped alike, or not at all."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from zbfx.optim.inverse import Arithmetic
-from zbfx.optim.origin import describe
 from zbfx.optim.state import Act, Verdict
 from zbfx.optim.undo import Undo
-from zbfx.plan import Action
+from zbfx.plan import Action, Kind
 from zbfx.runtime.runner import on_stream
 
 if TYPE_CHECKING:
     from zbfx.optim.post_validated import PostValidated, Share
+
+SHOWN = 5  # causes, in a verdict
 
 Seen = Mapping[int, tuple[list[Action], Tensor | None]]
 
@@ -91,8 +92,8 @@ class PendingStep:
             return describe(self.verdict, self.owner, self.seen)
 
     def step_early(self, share: Share, leave_out: Tensor | None = None) -> None:
-        """Step as if nothing were to clip or to skip, with a way back. The device leaves the step out if `leave_out`, a
-        tensor of its own, is 1."""
+        """Step as if nothing were to clip or skip, with a way back. The device leaves the step out where `leave_out` is
+        1."""
         owner = self.owner
         parameters = [owner.parameters[name] for name in share.names if self.gradients[name] is not None]
         self.ways[share.rank] = owner.way_back(share.rank, self.groups, parameters)
@@ -180,3 +181,39 @@ def gradients_set(optimizer: torch.optim.Optimizer, gradients: Mapping[int, Tens
     finally:
         for p, gradient in zip(parameters, before, strict=True):
             p.grad = gradient
+
+
+def taken(watched: list[Any]) -> tuple[list[Any], Tensor | None]:
+    """The actions of a list of (action, number), and the numbers as one tensor; the list is cleared."""
+    actions, numbers = [action for action, _ in watched], [number for _, number in watched]
+    watched.clear()
+    if len({number.dtype for number in numbers}) > 1:
+        numbers = [number.double() for number in numbers]
+    return actions, torch.stack(numbers) if numbers else None
+
+
+def describe(verdict: Verdict, owner: PostValidated, seen: Seen) -> Verdict:
+    """The verdict with its cause, from the values that all ranks saw. Every rank calls it."""
+    own = [
+        str(action)
+        for actions, sizes in seen.values()
+        for action, size in zip(actions, () if sizes is None else sizes.tolist(), strict=True)
+        if not isfinite(size)
+    ]
+    bad = {Action.parse(text) for texts in owner.target.ranks.everywhere(own) for text in texts}
+    if began := origins(bad):
+        return replace(verdict, cause="; ".join(f"{a} (stage {a.stage}, microbatch {a.microbatch})" for a in began))
+    names = [f"the gradient of {n} (stage {min(owner.stages[n])})" for n in verdict.nonfinite]
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return replace(verdict, cause=f"no value between stages, but {', '.join(names[:SHOWN])}{more}, in a W")
+
+
+def origins(bad: set[Action]) -> list[Action]:
+    """The first action of each microbatch that made something not finite: of the first stage whose F did, or the last
+    whose B did."""
+    first = []
+    for microbatch in sorted({action.microbatch for action in bad}):
+        forwards = [a for a in bad if a.microbatch == microbatch and a.kind is Kind.F]
+        backwards = [a for a in bad if a.microbatch == microbatch and a.kind is not Kind.F]
+        first.append(min(forwards, key=lambda a: a.stage) if forwards else max(backwards, key=lambda a: a.stage))
+    return first[:SHOWN]

@@ -12,16 +12,13 @@ from torch import Tensor
 from zbfx.arguments import compared, positive_number, true_or_false
 from zbfx.costs.estimate import hardware_of
 from zbfx.errors import ZbfxError
-from zbfx.optim.arguments import Asked, checked_step, load_state, refuse_closures
+from zbfx.optim import arguments
 from zbfx.optim.consecutive import OptimizerPlan, estimated, planned
 from zbfx.optim.inverse import Arithmetic, checked_rollback, obstacle_of
-from zbfx.optim.origin import taken
-from zbfx.optim.pending import PendingStep, hyperparameters, read
-from zbfx.optim.scaler import checked_scaler, state_of, update_scale
-from zbfx.optim.state import Act, Layout, Rules, Verdict, gradient_norms
-from zbfx.optim.trained import Trained
+from zbfx.optim.pending import PendingStep, hyperparameters, read, taken
+from zbfx.optim.state import Act, Layout, Rules, Trained, Verdict, gradient_norms
 from zbfx.optim.undo import Undo
-from zbfx.program.chain import chain_of, loss_layout, order_of_ranks
+from zbfx.program.chain import Chain, order_of_ranks
 from zbfx.program.codegen import optimizer_program
 from zbfx.program.messages import messages_of
 from zbfx.runtime.engine import take_turns
@@ -76,8 +73,7 @@ class PostValidated(torch.optim.Optimizer):
 
     `verdict` is that of the last settled step, `counts` adds them up, `print(opt.plan())` says what a step takes with a
     barrier and without, and what the way back costs. Raises `ZbfxError` for arguments of other kinds, optimizers that
-    need a closure, parameters that are not the step's, and for what cannot be undone by arithmetic.
-    """
+    need a closure, parameters that are not the step's, and for what cannot be undone by arithmetic."""
 
     def __init__(
         self,
@@ -96,10 +92,10 @@ class PostValidated(torch.optim.Optimizer):
             self.target, self.sync = step, true_or_false("sync", sync)
             self.rules = Rules.of(max_norm, check_finite)
             self.rollback = checked_rollback(rollback, optimizer)
-            self.grad_scaler = checked_scaler(grad_scaler, check_finite, optimizer)
+            self.grad_scaler = arguments.checked_scaler(grad_scaler, check_finite, optimizer)
 
-        asked = Asked(max_norm, check_finite, state_of(grad_scaler), rollback, sync)
-        checked_step(step).agreed("PostValidated", checked, compared(asked))
+        asked = arguments.Asked(max_norm, check_finite, arguments.state_of(grad_scaler), rollback, sync)
+        arguments.checked_step(step).agreed("PostValidated", checked, compared(asked))
         self.pending: PendingStep | None = None
         self.unexplained: PendingStep | None = None  # skipped, and nobody has said why
         self.verdict: Verdict | None = None
@@ -132,16 +128,21 @@ class PostValidated(torch.optim.Optimizer):
 
     def build_runners(self) -> None:
         """The programs that pass the state on, one for each rank of this process."""
-        pipe = self.target.engine.pipe
-        messages, layout = messages_of(pipe.stages, pipe.schedule), self.layout
-        chain = chain_of(pipe.schedule, messages, layout.chain, loss_layout(pipe.stages), layout.size)
-        programs = [optimizer_program(chain, pipe.schedule, share.rank) for share in self.shares]
+        schedule, chain = self.target.engine.pipe.schedule, self.chain
+        programs = [optimizer_program(chain, schedule, share.rank) for share in self.shares]
         transports = self.target.ranks.transports(programs, chain.pairs)
         for share, program, transport in zip(self.shares, programs, transports, strict=True):
             runner = RankRunner(program, self.target.tensors, transport, ())
             runner.bound("reduce").run = lambda *state, share=share: self.reduce(share, *state)
             runner.bound("step").run = lambda state, share=share: self.act(share, state)
             self.runners.append(runner)
+
+    @property
+    def chain(self) -> Chain:
+        """Along which ranks pass the state on."""
+        found = self.target.engine.pipe.validated(self.layout.chain, self.layout.size).chain
+        assert found is not None, "of a validated pipeline"
+        return found
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
@@ -159,25 +160,21 @@ class PostValidated(torch.optim.Optimizer):
     def plan(self, step_s: Sequence[float] | None = None) -> OptimizerPlan:
         """What a step takes with a barrier and without; `step_s`: measured seconds of the optimizer, by rank."""
         pipe = self.target.engine.pipe
-        messages, layout = messages_of(pipe.stages, pipe.schedule), self.layout
-        chain = chain_of(pipe.schedule, messages, layout.chain, loss_layout(pipe.stages), layout.size)
         held = [
             sum(self.parameters[name].nbytes for name in self.stages if rank in self.holders[name])
-            for rank in range(len(layout.chain))
+            for rank in range(len(pipe.schedule.ranks))
         ]
         exact = self.rollback != "arithmetic"
         costs = estimated(self.optimizer, held, exact=exact, hardware=hardware_of(pipe.device))
         if step_s is not None:
             costs = replace(costs, step_s=tuple(step_s))
-        return planned(pipe.schedule, messages, chain, costs)
+        return planned(pipe.schedule, messages_of(pipe.stages, pipe.schedule), self.chain, costs)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, divide_by: float = 1.0) -> None:  # type: ignore[override]
-        """Step on the gradients in `.grad`, without waiting for the other ranks; every rank calls it alike.
-
-        They are divided by `divide_by` first: the count of tokens, where several steps with loss_reduction="sum" have
-        added up gradients of sums.
-        """
+        """Step on the gradients in `.grad`, without waiting for the other ranks; every rank calls it alike. They are
+        divided by `divide_by` first: the tokens, where steps with loss_reduction="sum" have added up gradients of
+        sums."""
         if closure is not None:
             raise ZbfxError("step takes no closure: a pipeline's step has computed the loss before")
         divisor = positive_number("divide_by", divide_by, "a finite number above 0")
@@ -207,12 +204,10 @@ class PostValidated(torch.optim.Optimizer):
         self.explain()
 
     def pass_on_and_step(self) -> None:
-        take_turns(
-            [
-                runner.execute(range(len(runner.nodes)), {runner.nodes[0]: runner.transport}, self.target.count)
-                for runner in self.runners
-            ]
-        )
+        runs = [
+            runner.execute(range(len(runner.nodes)), runner.given(()), self.target.count) for runner in self.runners
+        ]
+        take_turns(runs)
 
     def wait_and_step(self) -> None:
         """Wait for the state of all ranks, as a barrier does, and step."""
@@ -263,8 +258,7 @@ class PostValidated(torch.optim.Optimizer):
         return fused and type(self.optimizer) in WITH_FUSED and len(self.layout.chain) > 1 and not self.sync
 
     def early_act(self, rank: int, partial: Verdict) -> Act:
-        """What a rank does on a partial state: if a norm is too large already, or a gradient not finite, a step would
-        be wrong."""
+        """What a rank does on a partial state: a norm that is too large already, or not finite, makes a step wrong."""
         if rank == self.layout.chain[-1]:
             return Act.KNEW
         return Act.STEPPED if partial.is_clean else Act.WAITED
@@ -315,8 +309,7 @@ class PostValidated(torch.optim.Optimizer):
 
     def explain(self) -> None:
         """Find where a skipped step went wrong. Ranks wait for each other in this, and so it comes last: devices of
-        others may wait for all that this rank has yet to launch, the rest of a step whose forwards have run included.
-        """
+        others may wait for all that this rank has yet to launch, such as the rest of a step whose forwards have run."""
         skipped, self.unexplained = self.unexplained, None
         if skipped is not None:
             self.verdict = self.target.guarded(skipped.explained)
@@ -331,7 +324,7 @@ class PostValidated(torch.optim.Optimizer):
         self.counts.rolled_back += rolled_back
         self.counts.repeated += not self.sync and verdict.refutes_any
         if self.grad_scaler is not None:
-            update_scale(self.grad_scaler, overflow=verdict.skipped)
+            arguments.update_scale(self.grad_scaler, overflow=verdict.skipped)
             for engine in self.target.engines:
                 engine.rescale()
         for runner in self.runners:
@@ -357,7 +350,7 @@ class PostValidated(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.settle()
-        load_state(self.optimizer, state_dict)
+        arguments.load_state(self.optimizer, state_dict)
 
     def __reduce__(self) -> str:
         raise ZbfxError(
@@ -375,7 +368,7 @@ class PostValidated(torch.optim.Optimizer):
 def checked_optimizer(optimizer: torch.optim.Optimizer, step: Step) -> torch.optim.Optimizer:
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, PostValidated):
         raise ZbfxError(f"PostValidated wraps an optimizer of torch; found {type(optimizer).__name__}")
-    refuse_closures(optimizer)
+    arguments.refuse_closures(optimizer)
     known = {id(tensor) for tensor in Trained.of(step).parameters.values()}
     strange = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
     if strange:

@@ -1,13 +1,10 @@
 """What travels along the chain of ranks, and what follows from it: one number for each parameter and each rank.
+In: gradient norms, and what each rank did. Out: a `Verdict`.
 
     state = (norm of the gradient of each trained parameter, in the model's order; what each rank did)
 
 A norm that is not known yet is 0. Sums run over the model's parameters, whoever holds them, and are rounded once: the
-norm depends neither on the placement nor on the number of ranks. What a rank did travels with the rest, so that all
-ranks come to one verdict.
-
-In: gradient norms, and what each rank did. Out: a `Verdict`.
-"""
+norm depends neither on the placement nor on the number of ranks. What a rank did makes all come to one verdict."""
 
 from __future__ import annotations
 
@@ -22,6 +19,9 @@ from torch import Tensor
 
 from zbfx._torch import foreach_norm
 from zbfx.arguments import positive_number, true_or_false
+from zbfx.compiled import Compiled
+from zbfx.program.messages import parameter_holders
+from zbfx.runtime.step import Step
 
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -32,6 +32,48 @@ class Act(IntEnum):
     WAITED = 0  # nothing
     STEPPED = 1  # a step, as if nothing were to clip or skip
     KNEW = 2  # what the verdict asks for: the last rank of the chain has the whole state
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What an optimizer steps, under names that all ranks share: the parameters of the model, or with ZeRO-1 shards. By
+    name: the tensors (on meta where another rank has them), the ranks that hold each, the stages of its
+    gradient."""
+
+    parameters: Mapping[str, Tensor]
+    holders: Mapping[str, Sequence[int]]
+    stages: Mapping[str, set[int]]
+
+    @classmethod
+    def of(cls, step: Step) -> Trained:
+        pipe = step.engine.pipe
+        stages: dict[str, set[int]] = {}
+        for stage in pipe.stages:
+            for phase in stage.phases.values():
+                for name in phase.gradients:
+                    stages.setdefault(name, set()).add(stage.index)
+        if step.engine.shards is not None:
+            return cls.of_shards(step, pipe, stages)
+        holders = parameter_holders(pipe.stages, pipe.placement)
+        return cls(step.tensors.named, holders, stages)
+
+    @classmethod
+    def of_shards(cls, step: Step, pipe: Compiled, stages: Mapping[str, set[int]]) -> Trained:
+        runner = step.engine.runners[0]
+        assert runner.shards is not None, "of shards"
+        parameters: dict[str, Tensor] = {}
+        holders: dict[str, list[int]] = {}
+        sources: dict[str, set[int]] = {}
+        for rank, reductions in enumerate(pipe.reductions):
+            for bucket in reductions.shards:
+                name = bucket.key if bucket.shared else f"{bucket.key} of rank {rank}"
+                holders.setdefault(name, []).append(rank)
+                sources[name] = set().union(*(stages[parameter] for parameter in bucket.names))
+                size = -(-bucket.size // runner.shards.replicas)
+                parameters.setdefault(name, torch.empty(size, dtype=bucket.dtype, device="meta"))
+                if rank == runner.rank:
+                    parameters[name] = runner.shards.parameters[bucket.key]
+        return cls(parameters, holders, sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +102,9 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a step of the optimizer must do, on every rank.
-
-    `norm` is the norm of all gradients, `factor` the number that they are multiplied by, `nonfinite` the parameters
-    whose gradients are not finite, and `acts` what each rank did before the verdict. `cause` says where the first value
-    that is not finite was made.
-    """
+    """What a step of the optimizer must do, on every rank. `norm` is the norm of all gradients, `factor` the number
+    that they are multiplied by, `nonfinite` the parameters whose gradients are not finite, and `acts` what each rank
+    did before the verdict. `cause` says where the first value that is not finite was made."""
 
     norm: float
     factor: float

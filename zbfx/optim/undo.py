@@ -1,27 +1,23 @@
 """The exact way back: a copy of what a step of the optimizer is about to change.
-
-In: an optimizer and its parameters, before a step. Out: both as they were, bit for bit, after it.
-"""
+In: an optimizer and its parameters, before a step. Out: both as they were, bit for bit, after it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zbfx._torch import foreach_copy
+from zbfx.memory.predict import available_bytes
 
 MARGIN_BYTES = 1 << 28  # device memory that copies leave free
 
 
 class Undo:
-    """Copies of parameters and of their optimizer state, in memory that is used again in every step.
-
-    They live on the parameters' device while it has room, otherwise in pinned memory of the host.
-    """
+    """Copies of parameters and of their optimizer state, in memory that is used again in every step. They live on the
+    parameters' device while it has room, otherwise in pinned memory of the host."""
 
     def __init__(self) -> None:
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}  # by the identity of the live tensor
@@ -57,11 +53,7 @@ class Undo:
 
     @property
     def bytes(self) -> int:
-        return sum(copy.numel() * copy.element_size() for _, copy in self.copies.values())
-
-    @property
-    def on_host(self) -> bool:
-        return any(copy.device != tensor.device for tensor, copy in self.copies.values())
+        return sum(copy.nbytes for _, copy in self.copies.values())
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -71,20 +63,10 @@ def state_tensors(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]
                 yield value
 
 
-def available_bytes() -> float:
-    """Free memory of the host; infinite where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return float("inf")
-    sizes = dict(line.split(":", 1) for line in lines)
-    return float(sizes["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in sizes else float("inf")
-
-
 def room_for(tensor: Tensor) -> Tensor:
     """Memory for a copy: on the tensor's device, or pinned on the host where that is full."""
     if tensor.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(tensor.device)
-        if free < tensor.numel() * tensor.element_size() + MARGIN_BYTES:
+        if free < tensor.nbytes + MARGIN_BYTES:
             return torch.empty_like(tensor, device="cpu", pin_memory=True, requires_grad=False)
     return torch.empty_like(tensor, requires_grad=False)

@@ -1,8 +1,6 @@
 """Phases as functions that own their arguments, so that each argument dies at its last use.
-
 In: a `Phase`. Out: a function of one list of arguments, which it empties. A plain call would keep all arguments alive
-until it returns, since the caller's frame holds them.
-"""
+until it returns, since the caller's frame holds them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 """The modules that a rank program calls: phases, and tensors that are bound at run time.
-
-In: a `Phase`, with the names of the values that it takes and returns. Out: a module; the runtime binds its tensors.
-"""
+In: a `Phase`, with the names of the values that it takes and returns. Out: a module; the runtime binds its tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,10 +19,11 @@ Item = str | tuple[str, ...]  # a value by name, or a bundle of values
 
 
 class BoundTensor(nn.Module):
-    """A tensor that is bound at run time."""
+    """A tensor that is bound at run time; `name` is that of its parameter, or the key of its bucket."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
+        self.name = name
         self.tensor: Tensor | None = None
 
     def forward(self) -> Tensor:
@@ -32,24 +31,22 @@ class BoundTensor(nn.Module):
         return self.tensor
 
 
+class Gradient(BoundTensor):
+    """The gradient of a shared parameter."""
+
+
 class PartialSum(BoundTensor):
     """One stage's sum of a shared gradient."""
 
     def __init__(self, name: str, stage: int) -> None:
-        super().__init__()
-        self.name, self.stage = name, stage
+        super().__init__(name)
+        self.stage = stage
 
 
-class AddToGradient(nn.Module):
-    """Adds the stages' sums of a shared gradient to `tensor`, bound at run time. None: another rank of this process
-    adds them."""
+class AddToGradient(BoundTensor):
+    """Adds the stages' sums of a shared gradient to the tensor. None: another rank of this process adds them."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-        self.tensor: Tensor | None = None
-
-    def forward(self, *partial_sums: Tensor) -> None:
+    def forward(self, *partial_sums: Tensor) -> None:  # type: ignore[override]
         if self.tensor is not None:
             for partial_sum in partial_sums:
                 self.tensor.add_(partial_sum)
@@ -59,7 +56,7 @@ class GradientBucket(BoundTensor):
     """The flat tensor behind a bucket's gradients."""
 
     def __init__(self, bucket: Bucket) -> None:
-        super().__init__()
+        super().__init__(bucket.key)
         self.bucket = bucket
 
 
@@ -67,22 +64,27 @@ class ParameterBucket(GradientBucket):
     """The flat tensor behind a bucket's parameters."""
 
 
-class Gradient(BoundTensor):
-    """The gradient of a shared parameter."""
+class Bound(nn.Module):
+    """A node that runs a function bound at run time."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.name = name
+        self.run: Callable[..., Any] | None = None
+
+    def forward(self, *args: Any) -> Any:
+        assert self.run is not None, "bound before the program runs"
+        return self.run(*args)
+
+
+class BatchLoss(Bound):
+    """Makes the loss of the batch from the losses of its microbatches."""
 
 
 class PhaseCall(nn.Module):
     """A phase as the program calls it: its static tensors are bound, and values that only its own stage reads later are
-    packed into one bundle per lifetime.
-
-    `arguments` lists what the call takes after the microbatch, `returned` what it returns: names, and bundles (tuples
-    of names). `take` gets its arguments in a list and empties it: values that nobody else holds die at their last use
-    inside the phase.
-    """
+    packed into one bundle per lifetime. `arguments` lists what the call takes after the microbatch, `returned` what it
+    returns: names, and bundles (tuples of names). `take` gets its arguments in a list and empties it: values that
+    nobody else holds die at their last use inside the phase."""
 
     def __init__(self, phase: Phase, arguments: Sequence[Item], returned: Sequence[Item]) -> None:
         super().__init__()

@@ -1,20 +1,14 @@
 """The chain of ranks: along it go the loss, in every program, and the state of an optimizer step without a barrier.
-
 In: a schedule and its messages. Out: `Chain`, and for each rank a `RankChain`, its part in the chain.
-
 The loss goes back along the chain from the rank that computes it (message `loss>1`: to rank 1). Each rank passes it on
-where, by the plan, nobody has to wait for it. A broadcast at the end of the step would be a barrier, and keep the next
-step's forwards from beginning.
-
+where, by the plan, nobody has to wait for it. A broadcast at the end of the step would be a barrier.
 An optimizer step without a barrier is validated (section 4 of the paper). After its last action a rank receives the
-gradient norms known so far (`state>2`), adds its own and passes them on. The last rank of the chain then knows all.
-Meanwhile every rank steps its optimizer.
-
-The full state, the *verdict*, comes back along the chain (`verdict>1`) while the forwards of the next step run. Each
-rank looks at it after its *prefix*, the forwards before its first backward. If an early step was wrong, all ranks see
-that in the same numbers, correct it, and run the prefix again. A message that a prefix sends may be read after the
-reader's own prefix. It was made with wrong weights too, and is received and dropped before the prefix runs again.
-"""
+gradient norms known so far (`state>2`), adds its own, passes them on and steps its optimizer. The last rank of the
+chain then knows all. The full state, the *verdict*, comes back along the chain (`verdict>1`) while the forwards of the
+next step run. Each rank looks at it after its *prefix*, the forwards before its first backward. If an early step was
+wrong, all ranks see that in the same numbers, correct it, and run the prefix again. A message that a prefix sends may
+be read after the reader's own prefix. It was made with wrong weights too, and is received and dropped before the prefix
+runs again."""
 
 from __future__ import annotations
 
@@ -23,13 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
 from zbfx.graphs import Phase, Stage
 from zbfx.plan import Action, Kind, parts
-from zbfx.program.messages import POST_AHEAD, Message, TensorLayout
+from zbfx.program.messages import POST_AHEAD, Message, TensorLayout, post_positions
 from zbfx.schedule.schedule import Schedule
 
 
@@ -39,13 +32,6 @@ class Passed(Enum):
     LOSS = "loss"  # from the last rank back to the first
     STATE = "state"  # from the first rank to the last
     VERDICT = "verdict"  # the complete state, from the last rank back to the first
-
-
-class Neighbours(NamedTuple):
-    """The ranks before and after a rank in the chain; None at its ends."""
-
-    before: int | None
-    after: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +46,10 @@ class Chain:
     loss: TensorLayout
     state: TensorLayout | None = None
 
-    def neighbours(self, rank: int) -> Neighbours:
-        place = self.ranks.index(rank)
-        after = self.ranks[place + 1] if place + 1 < len(self.ranks) else None
-        return Neighbours(self.ranks[place - 1] if place else None, after)
+    def neighbours(self, rank: int) -> tuple[int | None, int | None]:
+        """The ranks before and after a rank in the chain; None at its ends."""
+        place, ends = self.ranks.index(rank), (None, *self.ranks, None)
+        return ends[place], ends[place + 2]
 
     def message(self, passed: Passed, source: int, target: int) -> Message:
         layout = self.loss if passed is Passed.LOSS else self.state
@@ -78,8 +64,7 @@ class Chain:
 
 
 def order_of_ranks(schedule: Schedule, loss_rank: int) -> tuple[int, ...]:
-    """All ranks. Those whose backwards begin last come first; the rank of the loss, whose backwards begin first, is
-    the last."""
+    """All ranks: first those whose backwards begin last, and at the end the rank of the loss, which begins them."""
     first_backward = [
         next((span.start_s for span in spans if span.action.kind is not Kind.F), 0.0) for spans in schedule.spans
     ]
@@ -138,16 +123,10 @@ def prefixes(orders: Sequence[Sequence[Action]], messages: Sequence[Message]) ->
 
 
 def loss_positions(
-    ranks: Sequence[int],
-    orders: Sequence[Sequence[Action]],
-    starts: Sequence[Sequence[float]],
-    prefix: Sequence[int],
+    ranks: Sequence[int], orders: Sequence[Sequence[Action]], starts: Sequence[Sequence[float]], prefix: Sequence[int]
 ) -> tuple[int, ...]:
     """How many actions each rank runs before it passes on the loss: those that, in the plan, start before the rank gets
-    it.
-
-    A rank thus waits only for what starts earlier in the plan, so that ranks never wait for each other in a circle.
-    """
+    it. So a rank waits only for what starts earlier in the plan, and ranks never wait for each other in a circle."""
     *others, last = ranks
     positions = {last: max((k + 1 for k, action in enumerate(orders[last]) if action.kind is Kind.F), default=0)}
     previous = last
@@ -161,19 +140,18 @@ def loss_positions(
 
 class RankChain:
     """One rank's part in the chain: what it gets from and sends to its neighbours, and when it posts its receives.
-
     `incoming` are the rank's messages and the loss, those of one sender in the order in which it sends them. `dropped`
-    are the messages that a prefix sends and that this rank reads after its own prefix.
-    """
+    are the messages that a prefix sends and that this rank reads after its own prefix."""
 
     def __init__(self, chain: Chain, schedule: Schedule, incoming: Sequence[Message], rank: int) -> None:
-        self.chain, self.rank = chain, rank
+        self.chain, self.rank, self.loss = chain, rank, chain.loss
+        self.validates = chain.state is not None  # whether this rank looks at an optimizer step's verdict
         self.prefix, self.loss_at = chain.prefix[rank], chain.loss_at[rank]
         self.before, self.after = chain.neighbours(rank)
         self.later = chain.ranks[chain.ranks.index(rank) + 1 :]  # they hear of a verdict before this rank does
         orders = [[part for action in order for part in parts(action)] for order in schedule.ranks]
         self.early = {a for order, count in zip(orders, chain.prefix, strict=True) for a in order[:count]}
-        self.dropped = tuple(m for m in incoming if m.producer in self.early and m.consumer not in self.early)
+        self.dropped = tuple(filter(self.is_read_late, incoming))
         self.incoming = list(incoming)
         loss, _ = self.passed_on(Passed.LOSS)
         if loss is not None:
@@ -188,15 +166,6 @@ class RankChain:
             )
             self.incoming.insert(place, loss)
 
-    @property
-    def loss(self) -> TensorLayout:
-        return self.chain.loss
-
-    @property
-    def validates(self) -> bool:
-        """Whether this rank looks at an optimizer step's verdict."""
-        return self.chain.state is not None
-
     def passed_on(self, passed: Passed) -> tuple[Message | None, Message | None]:
         """The message that this rank gets from one neighbour, and the one that it sends to the other."""
         source, target = (self.before, self.after) if passed is Passed.STATE else (self.after, self.before)
@@ -205,13 +174,16 @@ class RankChain:
             None if target is None else self.chain.message(passed, self.rank, target),
         )
 
+    def posts(self, order: Sequence[Action]) -> dict[int, list[Message]]:
+        """The receives to post before each action of the rank's unfused order."""
+        return post_positions(self.incoming, order, self.needed_at(), self.not_before())
+
     def needed_at(self) -> dict[str, int]:
         """Before which action a message counts as needed, by key, where its consumer does not say so.
 
         A message that a wrong verdict drops is posted as soon as the verdict is known, since a captured prefix ends
         only when all that it sent has arrived. If its sender passes the verdict on to this rank, the message is posted
-        before the verdict: the sender's prefix must end before it passes anything on.
-        """
+        before the verdict: the sender's prefix must end before it passes anything on."""
         needed = {m.key: self.prefix + (0 if m.source in self.later else POST_AHEAD) for m in self.dropped}
         return needed | {m.key: self.loss_at for m in self.incoming if m.producer is None}
 
@@ -220,6 +192,6 @@ class RankChain:
         that no prefix sends come once: they are posted after this rank's prefix."""
         return {m.key: self.prefix for m in self.incoming if m.producer not in self.early}
 
-    def released_after_verdict(self, message: Message) -> bool:
-        """Whether the reader of a message of this rank's prefix reads it after its own."""
+    def is_read_late(self, message: Message) -> bool:
+        """Whether a prefix sends the message, and its reader reads it after its own prefix."""
         return message.producer in self.early and message.consumer not in self.early

@@ -1,10 +1,8 @@
 """Stages and a Schedule -> one Program per rank: a flat fx graph of compute, receive and send, in order.
-
 For each action of the rank's order the program receives what other ranks made for it, calls the stage's phase, and
 sends what other ranks need. Receives are posted one action ahead, on each channel in the order in which the other side
 sends. A sent message is let go once the plan says that it has arrived. A value dies after its last use: fx writes that
-as `x = None` into the code, and the runtime drops the value at the same node.
-"""
+as `x = None` into the code, and the runtime drops the value at the same node."""
 
 from __future__ import annotations
 
@@ -20,17 +18,9 @@ from zbfx.plan import Action, Kind, parts
 from zbfx.program import streams
 from zbfx.program.calls import Item, PhaseCall, arguments_of, bundles_of, packing_of
 from zbfx.program.chain import Chain, RankChain, chain_of, loss_layout, loss_rank, order_of_ranks
-from zbfx.program.messages import (
-    Message,
-    SharedGradient,
-    messages_of,
-    post_positions,
-    release_positions,
-    shared_gradients,
-)
-from zbfx.program.rank_graph import RankGraph
+from zbfx.program.messages import Message, SharedGradient, messages_of, release_positions, shared_gradients
+from zbfx.program.rank_graph import RankGraph, Relay
 from zbfx.program.reductions import Bucket, RankReductions
-from zbfx.program.relays import Relay
 from zbfx.program.shared_sums import SharedSums
 from zbfx.schedule.schedule import Schedule
 
@@ -44,8 +34,7 @@ class Program:
     order, on the rank that computes them, and the loss of the batch on every rank.
 
     Nodes `verdict[0]` to `verdict[1]`, exclusive, look at the last optimizer step; those before them are the prefix.
-    (0, 0): no node does.
-    """
+    (0, 0): no node does."""
 
     rank: int
     module: fx.GraphModule
@@ -60,10 +49,7 @@ class Program:
 
 
 def generate(
-    stages: Sequence[Stage],
-    schedule: Schedule,
-    reductions: Sequence[RankReductions] = (),
-    chain: Chain | None = None,
+    stages: Sequence[Stage], schedule: Schedule, reductions: Sequence[RankReductions] = (), chain: Chain | None = None
 ) -> tuple[Program, ...]:
     """One program per rank of the schedule. `reductions`, one per rank, add sums of gradients over replicas; a `chain`
     that passes a state makes programs for an optimizer that waits for no barrier."""
@@ -72,12 +58,9 @@ def generate(
     if chain is None:
         ranks = order_of_ranks(schedule, loss_rank(stages, schedule.costs.placement))
         chain = chain_of(schedule, messages, ranks, loss_layout(stages))
-    return tuple(
-        RankProgram(
-            stages, schedule, messages, shared, rank, reductions[rank] if reductions else None, chain
-        ).generate()
-        for rank in range(len(schedule.ranks))
-    )
+    summed: Sequence[RankReductions | None] = reductions or [None] * len(schedule.ranks)
+    parts = [RankProgram(stages, schedule, messages, shared, rank, own, chain) for rank, own in enumerate(summed)]
+    return tuple(part.generate() for part in parts)
 
 
 def optimizer_program(chain: Chain, schedule: Schedule, rank: int) -> Program:
@@ -113,13 +96,14 @@ class RankProgram:
         self.part = RankChain(chain, schedule, self.incoming, rank)
         self.relay = Relay(self.nodes, self.part)
         buckets = None if reductions is None else [bucket for bucket in reductions.buckets if bucket.shared]
-        self.shared_sums = SharedSums(self.nodes, shared, schedule.costs.placement, rank, buckets)
+        held = [gradient for gradient in shared if rank in gradient.holders]
+        self.shared_sums = SharedSums(self.nodes, held, schedule.costs.placement, rank, buckets)
         self.verdict = (0, 0)
         self.batch_loss: tuple[fx.Node, ...] = ()
 
     def generate(self) -> Program:
-        nodes, reductions = self.nodes, self.reductions
-        posts, releases = self.posts(), self.releases()
+        nodes, part, reductions = self.nodes, self.part, self.reductions
+        posts, releases = part.posts(self.order), self.releases()
         sent = by_action((message.ends[0], message) for message in self.outgoing)
         received = by_action((message.ends[1], message) for message in self.incoming)
         calls = reductions.calls(self.order, self.stages)
@@ -129,18 +113,15 @@ class RankProgram:
         final: dict[Action, list[Bucket]] = defaultdict(list)  # by the action that completes the gradients
         whole = len(self.order) - reductions.trailing  # the calls before the Ws in pieces; no message is let go later
         for position, (action, phase) in enumerate(calls):
-            self.look_at_verdict(position, posts)
-            for message in releases[position] if position < whole else ():
-                nodes.release(message)
-            self.post(posts, position)
-            self.pass_on_loss(position)
+            self.come_to(position, posts, releases[position] if position < whole else ())
             joins = self.fork(self.guests[action]) if action in self.guests else ()
             for message in received[action]:
                 self.unpack(nodes.receive(message), message.names, action.microbatch)
             for bucket in reads.get(position, ()):
                 nodes.gathered(bucket)
-            if action not in self.beside:
-                self.compute(action, phase)
+            if action not in self.beside and not phase.is_empty:
+                call = self.call_of(phase)
+                self.unpack(self.call_phase(action, phase.name, call), call.returned, action.microbatch)
             for message in sent[action]:
                 nodes.send(message, [self.values[name, action.microbatch] for name in message.names])
             if joins:
@@ -149,10 +130,7 @@ class RankProgram:
             if action not in self.beside:
                 for bucket in final.pop(action, ()):
                     nodes.reduce(bucket)
-        end = len(self.order)
-        self.look_at_verdict(end, posts)
-        self.post(posts, end)
-        self.pass_on_loss(end)
+        self.come_to(len(self.order), posts)
         self.shared_sums.add()
         for bucket in reductions.buckets:
             if not bucket.shared:
@@ -160,28 +138,29 @@ class RankProgram:
         module = nodes.module(f"Rank{self.rank}", [*self.losses(), *self.batch_loss])
         return Program(self.rank, module, nodes.messages, self.part, reductions.buckets, self.verdict)
 
-    def posts(self) -> dict[int, list[Message]]:
-        return post_positions(self.part.incoming, self.order, self.part.needed_at(), self.part.not_before())
-
     def releases(self) -> dict[int, list[Message]]:
         releases = release_positions(self.outgoing, self.schedule, self.rank)
         moved: dict[int, list[Message]] = defaultdict(list)
         for position, found in sorted(releases.items()):
             for message in found:
-                late = self.part.released_after_verdict(message)
+                late = self.part.is_read_late(message)
                 moved[max(position, self.part.prefix) if late else position].append(message)
         return moved
 
-    def post(self, posts: dict[int, list[Message]], position: int) -> None:
+    def come_to(self, position: int, posts: dict[int, list[Message]], released: Sequence[Message] = ()) -> None:
+        """What precedes an action. The loss is passed on before the one that the plan names, once all receives that
+        come before it on its channel are posted."""
+        self.look_at_verdict(position, posts)
+        for message in released:
+            self.nodes.release(message)
         for message in posts.pop(position, ()):
             self.nodes.post(message)
+        if position == self.part.loss_at and not self.batch_loss:  # the calls of Ws in pieces go past the last position
+            self.batch_loss = (self.relay.loss(self.losses()),)
 
     def look_at_verdict(self, position: int, posts: dict[int, list[Message]]) -> None:
-        """At the end of the prefix, in programs that validate an optimizer step.
-
-        Messages that a wrong verdict drops are posted before the verdict is received, if their sender passes it on to
-        this rank: the sender may do so only once they have left.
-        """
+        """At the end of the prefix, in programs that validate an optimizer step. Messages that a wrong verdict drops
+        are posted before it is received, if their sender passes it on to this rank: only once they have left."""
         if self.part.validates and position == self.part.prefix:
             here = posts.get(position, ())
             for message in [m for m in here if m in self.part.dropped and m.source in self.part.later]:
@@ -191,20 +170,8 @@ class RankProgram:
             self.relay.verdict()
             self.verdict = (begin, len(self.nodes))
 
-    def pass_on_loss(self, position: int) -> None:
-        """Before the action that the plan names, once all receives that come before the loss on its channel are
-        posted."""
-        if position == self.part.loss_at and not self.batch_loss:  # the calls of Ws in pieces go past the last position
-            self.batch_loss = (self.relay.loss(self.losses()),)
-
     def losses(self) -> list[fx.Node]:
         return [self.values["loss", k] for k in range(len(self.microbatches)) if ("loss", k) in self.values]
-
-    def compute(self, action: Action, phase: Phase) -> None:
-        if not phase.is_empty:
-            call = self.call_of(phase)
-            node = self.call_phase(action, phase.name, call)
-            self.unpack(node, call.returned, action.microbatch)
 
     def fork(self, action: Action) -> tuple[fx.Node, ...]:
         """Start a W on the second stream; returns the arguments of its join."""

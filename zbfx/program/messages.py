@@ -1,7 +1,5 @@
 """What travels between ranks: messages between actions, and the gradients of parameters that ranks share.
-
-In: stages, a schedule. Out: `Message`s and `SharedGradient`s, and when a rank posts and releases its messages.
-"""
+In: stages, a schedule. Out: `Message`s and `SharedGradient`s, and when a rank posts and releases its messages."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -28,6 +27,13 @@ class TensorLayout(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(map(int, self.shape)) * self.dtype.itemsize
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +58,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class SharedGradient:
-    """A parameter whose gradient comes from several stages, or that several ranks hold.
-
-    Each contributing stage collects its own sum over the microbatches; at the end of the step every holder adds up
-    all of them in stage order, so that the gradient depends neither on the placement nor on the schedule.
-    """
+    """A parameter whose gradient comes from several stages, or that several ranks hold. Each contributing stage
+    collects its own sum over the microbatches; at the end of the step every holder adds up all of them in stage order,
+    so that the gradient depends neither on the placement nor on the schedule."""
 
     name: str
     stages: tuple[int, ...]
@@ -78,19 +82,10 @@ def messages_of(stages: Sequence[Stage], schedule: Schedule) -> list[Message]:
         for producer in (part for action in order for part in parts(action)):
             for (source, kind, target), names in sorted(needs.items(), key=lambda item: item[0][2]):
                 if (source, kind) == (producer.stage, producer.kind):
-                    consumer_kind = Kind.F if kind is Kind.F and source < target else Kind.B
-                    examples = [stages[target].examples[name] for name in names]
-                    messages.append(
-                        Message(
-                            key=f"{producer}>{target}",
-                            producer=producer,
-                            consumer=Action(consumer_kind, target, producer.microbatch),
-                            source=rank,
-                            target=placement[target],
-                            names=tuple(names),
-                            layouts=tuple(layout_of(example) for example in examples),
-                        )
-                    )
+                    reader = Kind.F if kind is Kind.F and source < target else Kind.B
+                    ends = producer, Action(reader, target, producer.microbatch), rank, placement[target]
+                    layouts = tuple(layout_of(stages[target].examples[name]) for name in names)
+                    messages.append(Message(f"{producer}>{target}", *ends, tuple(names), layouts))
     return messages
 
 
@@ -133,14 +128,11 @@ def shared_gradients(stages: Sequence[Stage], placement: Sequence[int]) -> tuple
 
 
 def post_positions(
-    incoming: Sequence[Message],
-    order: Sequence[Action],
-    needed_at: Mapping[str, int],
-    not_before: Mapping[str, int],
+    incoming: Sequence[Message], order: Sequence[Action], needed_at: Mapping[str, int], not_before: Mapping[str, int]
 ) -> dict[int, list[Message]]:
-    """Before which action each receive is posted: early enough for itself, and for all later ones on its channel, since
-    a channel's messages arrive in the order of sending. By key, `needed_at` replaces the consumer's place in the order,
-    and `not_before` is the first position allowed."""
+    """Before which action each receive is posted: early enough for itself, and for all later ones on its channel, which
+    arrive in the order of sending. By key, `needed_at` replaces the place of the consumer, `not_before` is the first
+    allowed."""
     places = {action: position for position, action in enumerate(order)}
     channels: dict[int, list[Message]] = defaultdict(list)
     for message in incoming:
@@ -150,10 +142,7 @@ def post_positions(
         earliest = len(order)
         positions = []
         for message in reversed(channel):
-            needed = needed_at.get(message.key)
-            if needed is None:
-                assert message.consumer is not None, "a message between actions"
-                needed = places[message.consumer]
+            needed = needed_at[message.key] if message.key in needed_at else places[message.ends[1]]
             earliest = min(earliest, max(0, needed - POST_AHEAD))
             positions.append(max(earliest, not_before.get(message.key, 0)))
         for message, position in zip(channel, reversed(positions), strict=True):
@@ -163,11 +152,9 @@ def post_positions(
 
 def release_positions(outgoing: Sequence[Message], schedule: Schedule, rank: int) -> dict[int, list[Message]]:
     """Before which action of the rank's unfused order each sent message is let go: the first that starts, in the
-    simulated timeline, once its consumer has started.
-
-    Waiting there for the send to end costs nothing if the plan holds, and cannot deadlock: what the consumer waits for
-    starts before it, and so before the action that waits. Messages for which no action is late enough are absent.
-    """
+    simulated timeline, once its consumer has started. Waiting there for the send to end costs nothing if the plan
+    holds, and cannot deadlock: what the consumer waits for starts before it, and so before the action that waits.
+    Messages for which no action is late enough are absent."""
     start_s = {part: span.start_s for spans in schedule.spans for span in spans for part in parts(span.action)}
     order = [part for action in schedule.ranks[rank] for part in parts(action)]
     starts = [start_s[action] for action in order]

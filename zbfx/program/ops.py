@@ -1,7 +1,5 @@
 """The functions that rank programs call to exchange values, and the protocol of the transport behind them.
-
-In: a `Transport`, which programs get as an argument, and the key of a message or of a bucket. Out: values.
-"""
+In: a `Transport`, which programs get as an argument, and the key of a message or of a bucket. Out: values."""
 
 from __future__ import annotations
 
@@ -24,42 +22,27 @@ class Microbatch(NamedTuple):
 
 class Transport(Protocol):
     """Moves messages between the ranks of a pipeline; `key` names a message of the rank's program, `name` the rank.
-
     Messages of one channel, from one rank to another, arrive in the order of sending, and in that order they must be
     posted. `ready(key)`: the message has come, or may be released without waiting. `sent` are the keys of messages that
-    are not released yet. `join` waits for all that is on its way, and returns the keys of what is posted.
-    """
+    are not released yet. `join` waits for all that is on its way, and returns the keys of what is posted."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def sent(self) -> Collection[str]: ...
-
     def post(self, key: str) -> None: ...
-
     def ready(self, key: str) -> bool: ...
-
     def receive(self, key: str) -> tuple[Tensor, ...]: ...
-
     def send(self, key: str, values: tuple[Tensor, ...]) -> None: ...
-
     def release(self, key: str) -> None: ...
-
     def reduce(self, key: str, gradients: Tensor) -> None: ...
-
     def reduced(self, key: str) -> None: ...
-
     def gather(self, key: str, parameters: Tensor) -> None: ...
-
     def gathered(self, key: str) -> None: ...
-
     def finish(self) -> None: ...
-
     def drop(self) -> None: ...
-
     def posted_once(self, key: str) -> None: ...
-
     def join(self) -> set[str]: ...
 
 
@@ -69,7 +52,6 @@ def post(transport: Transport, key: str) -> None:
 
 
 def receive(transport: Transport, key: str) -> tuple[Tensor, ...]:
-    """The values of a message."""
     return transport.receive(key)
 
 
@@ -89,7 +71,6 @@ def reduce(transport: Transport, key: str, gradients: Tensor) -> None:
 
 
 def reduced(transport: Transport, key: str) -> None:
-    """Wait until a sum over the replicas is there."""
     transport.reduced(key)
 
 
@@ -99,7 +80,6 @@ def gather(transport: Transport, key: str, parameters: Tensor) -> None:
 
 
 def gathered(transport: Transport, key: str) -> None:
-    """Wait until all shards are there."""
     transport.gathered(key)
 
 

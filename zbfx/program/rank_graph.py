@@ -1,7 +1,5 @@
-"""The graph of one rank while it is built: nodes that move messages, and nodes that call modules.
-
-In: `Message`s, `Bucket`s and modules, in the order of the program. Out: an fx module that takes `transport` first.
-"""
+"""The graph of one rank while it is built: nodes that move messages, call modules, and pass values along the chain.
+In: `Message`s, `Bucket`s and modules, in the order of the program. Out: an fx module that takes `transport` first."""
 
 from __future__ import annotations
 
@@ -11,7 +9,8 @@ from collections.abc import Sequence
 from torch import fx, nn
 
 from zbfx.program import ops
-from zbfx.program.calls import GradientBucket, ParameterBucket
+from zbfx.program.calls import BatchLoss, Bound, GradientBucket, ParameterBucket
+from zbfx.program.chain import Passed, RankChain
 from zbfx.program.messages import Message
 from zbfx.program.reductions import Bucket
 
@@ -53,27 +52,62 @@ class RankGraph:
         self.graph.call_function(ops.release, (self.transport, message.key))
 
     def reduce(self, bucket: Bucket) -> None:
-        """Start to sum a bucket over the replicas."""
         name = f"gradients_{len(self.graph.find_nodes(op='call_function', target=ops.reduce))}"
         gradients = self.call(name, GradientBucket(bucket))
         self.graph.call_function(ops.reduce, (self.transport, bucket.key, gradients))
 
     def reduced(self, bucket: Bucket) -> None:
-        """Wait for a bucket's sum."""
         self.graph.call_function(ops.reduced, (self.transport, bucket.key))
 
     def gather(self, bucket: Bucket) -> None:
-        """Start to collect a bucket's parameters from the replicas."""
         name = f"parameters_{len(self.graph.find_nodes(op='call_function', target=ops.gather))}"
         parameters = self.call(name, ParameterBucket(bucket))
         self.graph.call_function(ops.gather, (self.transport, bucket.key, parameters))
 
     def gathered(self, bucket: Bucket) -> None:
-        """Wait for a bucket's parameters."""
         self.graph.call_function(ops.gathered, (self.transport, bucket.key))
 
     def module(self, name: str, results: Sequence[fx.Node] = ()) -> fx.GraphModule:
-        """The finished graph, which returns `results`."""
         self.graph.output(tuple(results))
         self.graph.lint()
         return fx.GraphModule(self.modules, self.graph, name)
+
+
+class Relay:
+    """Adds a rank's part in the chain (`zbfx.program.chain`): nodes for the loss, the optimizer state and its verdict,
+    whose functions are bound at run time."""
+
+    def __init__(self, nodes: RankGraph, part: RankChain) -> None:
+        self.nodes, self.part = nodes, part
+
+    def verdict(self) -> None:
+        """Get the verdict, pass it on, and look at it."""
+        source, target = self.part.passed_on(Passed.VERDICT)
+        if source is None:
+            verdict = self.nodes.call("own_verdict", Bound())
+        else:
+            self.nodes.post(source)
+            verdict = self.nodes.receive_one(source)
+        if target is not None:
+            self.nodes.send(target, [verdict])
+        self.nodes.call("judge", Bound(), [verdict])
+
+    def loss(self, losses: Sequence[fx.Node]) -> fx.Node:
+        """Make the loss where it arises, get it elsewhere, and pass it on."""
+        source, target = self.part.passed_on(Passed.LOSS)
+        loss = self.nodes.call("loss", BatchLoss(), losses) if source is None else self.nodes.receive_one(source)
+        if target is not None:
+            self.nodes.send(target, [loss])
+        return loss
+
+    def optimizer_step(self) -> None:
+        """Add this rank's gradients to the state, pass it on, and step."""
+        source, target = self.part.passed_on(Passed.STATE)
+        received = []
+        if source is not None:
+            self.nodes.post(source)
+            received = [self.nodes.receive_one(source)]
+        state = self.nodes.call("reduce", Bound(), received)
+        if target is not None:
+            self.nodes.send(target, [state])
+        self.nodes.call("step", Bound(), [state])

@@ -1,8 +1,6 @@
 """What a rank sums over the replicas of its pipeline, in which portions, and when.
-
 In: buckets of gradients and, where a W runs in pieces, the piece that makes each bucket. Out: the calls of a rank's
-program, and the call after which each sum starts.
-"""
+program, and the call after which each sum starts."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ class Bucket:
 
     @property
     def size_bytes(self) -> int:
-        return sum(map(size_bytes, self.layouts))
+        return sum(layout.size_bytes for layout in self.layouts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +96,6 @@ class RankReductions:
             if not bucket.shared:
                 found[max(last.get(name, 0) for name in bucket.names)].append(bucket)
         return found
-
-
-def size_bytes(layout: TensorLayout) -> int:
-    return torch.Size(layout.shape).numel() * layout.dtype.itemsize
 
 
 def shared_buckets(shared: Sequence[SharedGradient], rank: int) -> tuple[Bucket, ...]:

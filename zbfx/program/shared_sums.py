@@ -1,11 +1,10 @@
-"""The end of a rank's graph: gradients of parameters that several stages or ranks share are exchanged and added up.
-
-In: `SharedGradient`s, the graph after its last action. Out: the same graph, at whose end every holder has the gradient.
-"""
+"""The end of a rank's graph: gradients of parameters that several stages or ranks share are exchanged and added up. In:
+`SharedGradient`s, the graph after its last action. Out: the same graph, at whose end every holder has the gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -17,25 +16,18 @@ from zbfx.program.reductions import Bucket
 Sums = dict[tuple[str, int], fx.Node]  # by gradient and stage
 
 
+@dataclass(frozen=True, slots=True)
 class SharedSums:
     """Adds the nodes of one rank. `buckets` are those of shared gradients that the rank takes part in; None without
-    replicas.
+    replicas. Without replicas every holder of a gradient gets each stage's sum and adds them up. With replicas the
+    first holder alone does; it sums over the replicas and sends the result to the others. All reductions run in the
+    order of the parameters."""
 
-    Without replicas every holder of a gradient gets each stage's sum and adds them up. With replicas the first holder
-    alone does; it sums over the replicas and sends the result to the others. All reductions run in the order of the
-    parameters.
-    """
-
-    def __init__(
-        self,
-        nodes: RankGraph,
-        shared: Sequence[SharedGradient],
-        placement: Sequence[int],
-        rank: int,
-        buckets: Sequence[Bucket] | None,
-    ) -> None:
-        self.nodes, self.placement, self.rank, self.buckets = nodes, placement, rank, buckets
-        self.shared = [gradient for gradient in shared if rank in gradient.holders]
+    nodes: RankGraph
+    shared: Sequence[SharedGradient]  # that the rank holds
+    placement: Sequence[int]
+    rank: int
+    buckets: Sequence[Bucket] | None
 
     def add(self) -> None:
         sums = self.sums_of_stages()
@@ -51,7 +43,6 @@ class SharedSums:
         return rank == gradient.holders[0] or self.buckets is None
 
     def sums_of_stages(self) -> Sums:
-        """What this rank's own stages have summed."""
         return {
             (gradient.name, stage): self.nodes.call(f"sum_{index}_{stage}", PartialSum(gradient.name, stage))
             for index, gradient in enumerate(self.shared)

@@ -1,8 +1,6 @@
 """Calls on a second stream of the device: a phase that runs beside the actions after it, until it is joined.
-
 In: the module of a phase. Out: a module that runs it on the second stream, and `join`, which waits for it. On a device
-without streams the call runs where it stands, and joining does nothing.
-"""
+without streams the call runs where it stands, and joining does nothing."""
 
 from __future__ import annotations
 

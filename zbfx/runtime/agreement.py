@@ -22,8 +22,7 @@ from zbfx.trace.guard import Source
 
 
 def prepare(pipe: Compiled, source: Source, engine: Engine, holders: Mapping[str, Sequence[int]] | None = None) -> None:
-    """Check the tensors that these ranks use, and move them to the device. `holders` of each, where ranks are not one
-    process."""
+    """Check these ranks' tensors, and move them to the device. `holders` of each, where ranks are not one process."""
     named = source.named
     source.guard.check_layouts(named, engine.tensor_names)
     if holders is not None:
@@ -33,8 +32,7 @@ def prepare(pipe: Compiled, source: Source, engine: Engine, holders: Mapping[str
 
 
 def agree(channels: Channels, digest: Mapping[str, str], prepare: Callable[[], None]) -> None:
-    """Prepare this rank, and check that all hold one plan: `digest` has a hash of each part of it, by name. What one
-    rank refuses, every rank refuses."""
+    """Prepare this rank, and check that all hold one plan, by hashes of its parts. What one refuses, all refuse."""
     refusal = None
     try:
         prepare()
@@ -66,8 +64,7 @@ def refused(answers: Sequence[tuple[Mapping[str, str], str | None]], place: Plac
 
 
 def batch_hashes(names: Sequence[str], rows: Sequence[Sequence[Tensor]]) -> dict[str, list[int]]:
-    """Hashes of the bits of each tensor in a batch, one a microbatch; waits for the device. Tensors without data have
-    none."""
+    """Hashes of the bits of each tensor in a batch that has data, one a microbatch; waits for the device."""
     found = {}
     for name, column in zip(names, zip(*rows, strict=True), strict=True):
         distinct = {id(tensor): tensor for tensor in column if not tensor.is_meta}
@@ -127,12 +124,10 @@ def refuse_other_values(channels: Channels, named: Mapping[str, Tensor]) -> None
 
 def warn_of_other_values(channels: Channels, named: Mapping[str, Tensor], used: Collection[str]) -> None:
     """Warn if two ranks of a pipeline have data for one tensor with different bits; `used` are those of this rank's
-    stages. Collective over the family, and all of it warns.
-
-    Costs each rank about half a second per GB of the model on a CPU core; a GPU reads its memory once. Tensors on the
-    meta device, and DTensors, which each rank has its own part of, are not compared; nor are those of other ranks'
-    stages that nothing has written since an earlier bind, while their ranks may have trained them.
-    """
+    stages. Collective over the family, and all of it warns. Costs each rank about half a second per GB of the model on
+    a CPU core; a GPU reads its memory once. Tensors on the meta device, and DTensors, which each rank has its own part
+    of, are not compared; nor are those of other ranks' stages that nothing has written since an earlier bind, while
+    their ranks may have trained them."""
     kept = {
         name: tensor
         for name, tensor in named.items()

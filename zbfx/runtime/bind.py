@@ -14,15 +14,13 @@ from zbfx.errors import ZbfxError
 from zbfx.program.boxed import Compiler
 from zbfx.program.messages import buffer_holders, parameter_holders
 from zbfx.runtime.agreement import agree, prepare, refuse_other_values, warn_of_other_values
-from zbfx.runtime.captured import Captured
+from zbfx.runtime.captured import Captured, Launched
 from zbfx.runtime.digest import digest
 from zbfx.runtime.engine import rank_engine
 from zbfx.runtime.engines import Variant
 from zbfx.runtime.flat import Shards
-from zbfx.runtime.launched import Launched
-from zbfx.runtime.one_of_many import OneOfMany
 from zbfx.runtime.options import BindOptions, StepOptions
-from zbfx.runtime.ranks import AllHere
+from zbfx.runtime.ranks import AllHere, OneOfMany
 from zbfx.runtime.runner import Tensors
 from zbfx.runtime.step import Step
 from zbfx.trace.guard import Source
@@ -30,7 +28,6 @@ from zbfx.trace.tensor_parallel import refuse_other_shards
 
 
 def local_step(pipe: Compiled, source: Source, ranks: AllHere, options: StepOptions, variant: Variant) -> Step:
-    """The step of all ranks, in this process."""
     engine = ranks.engine(pipe, Tensors(source.tensors, pipe.joint.constants))
     prepare(pipe, source, engine)
     seed = torch.initial_seed() if options.seed is None else options.seed

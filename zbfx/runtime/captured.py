@@ -1,11 +1,12 @@
-"""A step as one captured CUDA graph, or two where an optimizer step is validated between them."""
+"""How a step runs: its phases launched one by one, from Python, or captured as one CUDA graph, or as two where an
+optimizer step is validated between them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +14,44 @@ from torch import Tensor
 from zbfx.comm.channels import Channels
 from zbfx.comm.copies import CopyLine
 from zbfx.errors import InputError, ZbfxError
-from zbfx.runtime.engine import Engine, take_turns
-from zbfx.runtime.launched import Launched, Results
+from zbfx.runtime.engine import Engine, T, take_turns
+from zbfx.runtime.loading import load
 from zbfx.runtime.runner import Environment, Wait, restore
 from zbfx.runtime.timeline import Recorder
 from zbfx.trace.signature import on_device
 
-T = TypeVar("T")
+LOADS = ("cuda",)  # devices on which a first call may wait for all others
+
+Results = tuple[tuple[Tensor, ...], Tensor]  # the losses of the microbatches, and the loss of the batch
+
+
+class Launched:
+    """Runs an engine's programs, node by node. Code is loaded before the first message."""
+
+    def prepare(self, engine: Engine) -> None:
+        """An engine that this is going to run was made."""
+
+    def check_pending(self, engines: Iterable[Engine]) -> None:
+        """Raises `InputError` where a step cannot follow while an optimizer step waits for its verdict."""
+
+    def run(
+        self, engine: Engine, rows: Sequence[Sequence[Tensor]], seed: int, step: int, settle: Callable[[], None]
+    ) -> Results:
+        """The losses of step number `step`, whose random numbers follow `seed`. `settle` ends an optimizer step that
+        waits for its verdict, for runs in which its gradients are bound anew."""
+        device = engine.pipe.device
+        loads = engine.runs == 0 and engine.channels is not None and device.type in LOADS
+        if loads:
+            settle()
+        for runner in engine.runners:
+            runner.start(engine.loss_gradient)
+        if loads:
+            for runner in engine.runners:
+                inputs = engine.inputs(rows, runner, seed)
+                load(runner, engine.pipe.stages, inputs, step, device)
+                del inputs  # the run makes its own
+        engine.start_clocks()
+        return engine.run(rows, seed, step), engine.batch_loss
 
 
 @dataclass(frozen=True)
@@ -31,8 +63,7 @@ class Part:
     lines: Sequence[CopyLine]
 
     def replay(self) -> None:
-        """After what was begun on its lines outside of graphs, and before what will be: a line does one thing at a
-        time."""
+        """Run it after what was begun on its lines outside of graphs, and before what will be begun there."""
         current = torch.cuda.current_stream(self.device)
         for line in self.lines:
             current.wait_stream(line.stream)
@@ -74,14 +105,10 @@ class StaticInputs:
 
 
 class Captured(Launched):
-    """Runs an engine's program as a graph.
-
-    The first run of an engine is launched, and warms everything up; the second captures, without running anything, and
-    replays; later ones copy the batch into static buffers and replay.
-
-    Random ops draw from the device's default generator, in program order: masks differ from those of other backends.
-    Evaluation is launched.
-    """
+    """Runs an engine's program as a graph. The first run of an engine is launched, and warms everything up; the second
+    captures, without running anything, and replays; later ones copy the batch into static buffers and replay. Random
+    ops draw from the device's default generator, in program order: masks differ from those of other backends.
+    Evaluation is launched."""
 
     def prepare(self, engine: Engine) -> None:
         for runner in engine.runners:
@@ -154,10 +181,7 @@ def captured_step(engine: Engine, seed: int, step: int) -> Capture:
         if runner.program.chain.validates:
             return capture_parts(engine, seed, step)
         losses: list[Tensor] = []
-        whole = part(
-            lambda: losses.extend(engine.run(engine.static.rows, seed, step)),
-            channels_of(engine),
-        )
+        whole = part(lambda: losses.extend(engine.run(engine.static.rows, seed, step)), channels_of(engine))
         return Capture(whole, tuple(losses), engine.batch_loss, watched=tuple(runner.watched or ()))
     except RuntimeError as error:
         raise ZbfxError(

@@ -16,8 +16,9 @@ from zbfx.comm.group import GroupTransport
 from zbfx.comm.local import LocalTransport, Mailbox
 from zbfx.compiled import Compiled
 from zbfx.errors import InputError
+from zbfx.graphs import Phase
 from zbfx.program import ops
-from zbfx.program.boxed import Compiler
+from zbfx.program.boxed import Boxed
 from zbfx.program.codegen import Program
 from zbfx.program.reductions import RankReductions
 from zbfx.runtime.flat import Shards
@@ -37,21 +38,17 @@ class Engine:
 
     pipe: Compiled
     runners: Sequence[RankRunner]
-    weight: Tensor
-    loss_gradient: Tensor
     channels: Channels | None = None
     scale: Callable[[], float] = lambda: 1.0
     static: Any = None
     captured: Any = None
     runs: int = 0
 
-    @classmethod
-    def of(cls, pipe: Compiled, runners: Sequence[RankRunner], channels: Channels | None = None) -> Engine:
-        weight = torch.zeros((), dtype=pipe.reduction.dtype, device=pipe.device)
-        engine = cls(pipe, runners, weight, torch.zeros_like(weight), channels)
-        for runner in runners:
-            runner.combine = lambda *losses: engine.loss(losses)
-        return engine
+    def __post_init__(self) -> None:
+        self.weight = torch.zeros((), dtype=self.pipe.reduction.dtype, device=self.pipe.device)
+        self.loss_gradient = torch.zeros_like(self.weight)
+        for runner in self.runners:
+            runner.combine = lambda *losses: self.loss(losses)
 
     @property
     def shards(self) -> Shards | None:
@@ -69,7 +66,7 @@ class Engine:
         for runner, other in zip(self.runners, first.runners, strict=True):
             runner.share(other)
 
-    def run_phases_by(self, compiler: Compiler) -> None:
+    def run_phases_by(self, compiler: Callable[[Phase], Boxed]) -> None:
         """Run the phases as the backend says."""
         for call in (call for runner in self.runners for call in runner.calls):
             call.run = compiler(call.phase)
@@ -77,8 +74,7 @@ class Engine:
     def run_phases_as(self, other: Engine) -> None:
         """Run the phases as another engine of the same stages does."""
         runs = {call.phase.name: call.run for runner in other.runners for call in runner.calls}
-        for call in (call for runner in self.runners for call in runner.calls):
-            call.run = runs[call.phase.name]
+        self.run_phases_by(lambda phase: runs[phase.name])
 
     def forget(self) -> None:
         """Let go of captured graphs; the next run is a first one."""
@@ -104,7 +100,6 @@ class Engine:
             recorder.begin()
 
     def collect(self) -> None:
-        """Collect the replicas' parts of the parameters."""
         assert self.shards is not None, "with ZeRO-1"
         assert self.channels is not None, "with ZeRO-1"
         for flat in self.shards.flat.values():
@@ -155,7 +150,6 @@ class Engine:
         self.rescale()
 
     def scale_by(self, scale: Callable[[], float]) -> None:
-        """Start backwards from `scale()` times the gradient of the loss."""
         self.scale = scale
 
     def rescale(self) -> None:
@@ -171,17 +165,11 @@ class Engine:
         """The microbatches with the tensors that a rank reads, on its device, with the strides of the trace."""
         specs, device, names = self.pipe.signature.tensors, self.pipe.device, runner.input_names
         first = self.replica * len(rows)  # random numbers are those of one process with the batches of all replicas
-        return [
-            ops.Microbatch(
-                {
-                    s.name: ops.laid_out(on_device(t, device), s)
-                    for s, t in zip(specs, row, strict=True)
-                    if s.name in names
-                },
-                rng.mix(seed, first + index),
-            )
-            for index, row in enumerate(rows)
+        read = [
+            {s.name: ops.laid_out(on_device(t, device), s) for s, t in zip(specs, row, strict=True) if s.name in names}
+            for row in rows
         ]
+        return [ops.Microbatch(row, rng.mix(seed, first + index)) for index, row in enumerate(read)]
 
     def run(self, rows: Sequence[Sequence[Tensor]], seed: int, step: int) -> tuple[Tensor, ...]:
         """Run all programs; returns the losses of the microbatches if a rank of this process computes them."""
@@ -210,11 +198,6 @@ def take_turns(runs: Sequence[Generator[Wait, None, T]]) -> list[T]:
     return [results[index] for index in range(len(runs))]
 
 
-def local_engine(pipe: Compiled, tensors: Tensors, mailbox: Mailbox) -> Engine:
-    """All ranks in this process."""
-    return Engine.of(pipe, local_runners(pipe, pipe.programs, tensors, mailbox))
-
-
 def local_runners(pipe: Compiled, programs: Sequence[Program], tensors: Tensors, mailbox: Mailbox) -> list[RankRunner]:
     """Runners of all ranks in this process: the first holder of a shared gradient adds it up."""
     runners = []
@@ -232,4 +215,4 @@ def rank_engine(pipe: Compiled, tensors: Tensors, channels: Channels) -> Engine:
     sharded = {bucket.key for bucket in reductions.shards if not bucket.shared}
     transport = GroupTransport(program.messages, channels, sharded=sharded)
     adds = {gradient.name for gradient in pipe.shared_gradients}
-    return Engine.of(pipe, [RankRunner(program, tensors, transport, adds)], channels)
+    return Engine(pipe, [RankRunner(program, tensors, transport, adds)], channels)

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from zbfx.arguments import kind_of
 from zbfx.compiled import Compiled
 from zbfx.errors import InputError
+from zbfx.runtime.captured import Launched
 from zbfx.runtime.engine import Batch, Engine
-from zbfx.runtime.launched import Launched
-from zbfx.runtime.one_of_many import Ranks
 from zbfx.runtime.options import StepOptions
+from zbfx.runtime.ranks import Ranks
 from zbfx.trace.signature import is_pair
 
 PAIRS = "a list of (positional arguments, keyword arguments), like ((inputs, targets), {}), one for each microbatch"
 
 
-class Variant(Protocol):
-    """Makes the pipeline for a microbatch of other shapes, or for evaluation."""
-
-    def __call__(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, *, evaluation: bool
-    ) -> Compiled: ...
+# (args, kwargs, microbatches, *, evaluation) -> the pipeline for a microbatch of other shapes, or for evaluation.
+Variant = Callable[..., Compiled]
 
 
 class Engines:
@@ -54,7 +50,6 @@ class Engines:
         return {name for engine in self for name in engine.tensor_names}
 
     def batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
-        """The engine and the microbatches of a training step."""
         count = self.first.pipe.reduction.microbatches
         engine = self.engine_for(args, kwargs, count, evaluation=False)
         return engine.with_data(engine.pipe.signature.split(args, kwargs, count))
@@ -73,7 +68,6 @@ class Engines:
         return self.first.with_data([signature.split(args, kwargs, 1)[0] for args, kwargs in batches])
 
     def evaluation_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
-        """The engine and the microbatches of an evaluation, of which there may be any number."""
         count = self.first.pipe.signature.microbatches_in(args, kwargs) or self.first.pipe.reduction.microbatches
         engine = self.engine_for(args, kwargs, count, evaluation=True)
         return engine.with_data(engine.pipe.signature.split(args, kwargs, engine.pipe.reduction.microbatches))

@@ -1,8 +1,6 @@
 """Hashes of the bits of tensors, made on their devices: whether processes hold the same values, without sending them.
-
 A tensor's bytes are 64-bit words in rows. A row's hash is the sum of its words, each with its high half added to its
-low one and multiplied by a random odd number of its place, modulo 2^64; the hashes of the rows are words again.
-"""
+low one and multiplied by a random odd number of its place, modulo 2^64; the hashes of the rows are words again."""
 
 from __future__ import annotations
 
@@ -16,11 +14,8 @@ GPU_ROWS = 128  # at once: enough to hide the launches
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
-    """A hash of the bits of each tensor: any one element that differs changes it, on every device alike.
-
-    Waits for the devices. Reads the memory once, at about 2 GB a second on a CPU core, and holds at most 64 MiB more,
-    and a copy of a tensor that is not contiguous.
-    """
+    """A hash of the bits of each tensor: any one element that differs changes it, on every device alike. Waits for the
+    devices. Reads the memory once (2 GB a second on a CPU core); holds at most 64 MiB, and a copy if not contiguous."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.randint(-(2**63), 2**63 - 1, (ROW,), generator=generator).bitwise_or_(1)
     on_device: dict[torch.device, Tensor] = {}
@@ -34,7 +29,6 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor, weights: Tensor) -> Tensor:
-    """The hash of one tensor, a scalar on its device."""
     values = tensor.detach().resolve_conj().resolve_neg().contiguous()
     octets = values.reshape(-1).view(torch.uint8)
     if octets.storage_offset() % 8 or octets.data_ptr() % 8:  # a view into other tensors

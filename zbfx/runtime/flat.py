@@ -1,8 +1,6 @@
 """The gradients of one step in flat tensors, one a bucket, and what becomes of `.grad`; with ZeRO-1 the parameters too.
-
 A step sums its own gradients from zero, for only those may be summed over the replicas: what `.grad` held before is
-added at the end. Where it held nothing, `.grad` is a view of the flat tensor: no memory and no copy.
-"""
+added at the end. Where it held nothing, `.grad` is a view of the flat tensor: no memory and no copy."""
 
 from __future__ import annotations
 
@@ -24,10 +22,8 @@ def flattened(bucket: Bucket, device: torch.device, replicas: int = 1) -> tuple[
 
 
 class Shards:
-    """ZeRO-1: this replica's share of the parameters of each bucket, as one flat parameter that an optimizer steps.
-
-    The model's parameters become views of flat tensors, `flat` by bucket, of which a shard is a contiguous part.
-    """
+    """ZeRO-1: this replica's share of the parameters of each bucket, as one flat parameter that an optimizer steps. The
+    model's parameters become views of flat tensors, `flat` by bucket, of which a shard is a contiguous part."""
 
     def __init__(self, buckets: Sequence[Bucket], named: Mapping[str, Tensor], replica: int, replicas: int) -> None:
         self.replica, self.replicas = replica, replicas
@@ -44,7 +40,6 @@ class Shards:
             self.parameters[bucket.key] = nn.Parameter(self.own(flat))
 
     def own(self, flat: Tensor) -> Tensor:
-        """This replica's part of a flat tensor."""
         return flat.chunk(self.replicas)[self.replica]
 
     def check(self, named: Mapping[str, Tensor]) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from zbfx.arguments import checked_seed, finite_number
-from zbfx.comm.channels import checked_transport
+from zbfx.comm.channels import TRANSPORTS
 from zbfx.errors import ZbfxError
-from zbfx.runtime.verdict import checked_choice
+from zbfx.runtime.verdict import CHOICES
 
 NEW_SHAPES = ("refuse", "recompile", "symbolic")
 
@@ -29,7 +27,8 @@ class StepOptions:
         given."""
         if self.seed is not None:
             checked_seed(self.seed)
-        checked_choice(self.on_nonfinite)
+        if self.on_nonfinite not in CHOICES:
+            raise ZbfxError(f"on_nonfinite is one of {CHOICES}; found {self.on_nonfinite!r}")
         if self.on_new_shape not in NEW_SHAPES:
             raise ZbfxError(f"on_new_shape is one of {NEW_SHAPES}; found {self.on_new_shape!r}")
 
@@ -67,7 +66,10 @@ class BindOptions(StepOptions):
 
     def check(self) -> None:
         finite_number("timeout_s", self.timeout_s, "how many seconds to wait for another rank", above_zero=True)
-        checked_transport(self.transport, torch.device(self.device))
+        if self.transport not in TRANSPORTS:
+            raise ZbfxError(f"transport is one of {', '.join(TRANSPORTS)}; found {self.transport!r}")
+        if not TRANSPORTS[self.transport].groups and self.device != "cuda":
+            raise ZbfxError(f"transport={self.transport!r} needs CUDA devices; found {self.device}. Use 'auto'")
         if not isinstance(self.independent, tuple) or not all(isinstance(name, str) for name in self.independent):
             raise ZbfxError(f"independent is a tuple of names of mesh dimensions; found {self.independent!r}")
         super().check()

@@ -1,10 +1,6 @@
-"""Programs and a batch -> loss and gradients.
-
-One executor runs a rank's program, node by node, whether the other ranks are processes or live in this one: it is a
-generator that yields where a message has not arrived yet, or what it sent has not. Gradients accumulate into `.grad`.
-Where an optimizer step waits for its verdict, the program's prefix runs first, and again if the verdict says that its
-weights were wrong.
-"""
+"""Programs and a batch -> loss and gradients. One executor runs a rank's program, wherever the other ranks are: a
+generator that yields where a message has not arrived yet, or what it sent has not. Where an optimizer step waits for
+its verdict, the prefix runs first, and again if the verdict says that its weights were wrong."""
 
 from __future__ import annotations
 
@@ -19,11 +15,10 @@ from torch import Tensor, fx, nn
 from zbfx.errors import PipelineFault
 from zbfx.graphs import Joint, Role
 from zbfx.plan import Action, Kind
-from zbfx.program import ops
+from zbfx.program import calls, ops
 from zbfx.program.boxed import dying_values
-from zbfx.program.calls import AddToGradient, Gradient, GradientBucket, ParameterBucket, PartialSum, PhaseCall
+from zbfx.program.calls import PhaseCall
 from zbfx.program.codegen import Program
-from zbfx.program.relays import Bound
 from zbfx.program.streams import Beside, on_stream_of, second_stream
 from zbfx.runtime.flat import FlatGradients, Shards
 from zbfx.runtime.timeline import Recorder
@@ -41,22 +36,16 @@ Environment = dict[fx.Node, Any]
 
 
 class Pending(Protocol):
-    """An optimizer step that waits for its verdict."""
+    """An optimizer step that waits for its verdict. The rank that knows it first asks for `own_verdict`. `is_refuted`:
+    a rank stepped early and was wrong, so forwards ran on wrong weights. `correct` mends that, once a process."""
 
     stream: torch.cuda.Stream | None  # where the verdict travels, beside the forwards; None: where they run
 
-    def own_verdict(self) -> Tensor:
-        """The verdict, on the rank that knows it first."""
-
-    def judge(self, verdict: Tensor) -> None:
-        """Read the verdict."""
-
     @property
-    def is_refuted(self) -> bool:
-        """Whether any rank stepped early and was wrong: then forwards ran on wrong weights."""
-
-    def correct(self) -> None:
-        """Put right what was wrong, once in this process."""
+    def is_refuted(self) -> bool: ...
+    def own_verdict(self) -> Tensor: ...
+    def judge(self, verdict: Tensor) -> None: ...
+    def correct(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -77,13 +66,13 @@ class RankRunner:
     def __init__(self, program: Program, tensors: Tensors, transport: ops.Transport, adds: Collection[str]) -> None:
         """`adds`: the shared parameters whose gradients this rank adds up (ranks of one process share the tensors)."""
         self.program, self.tensors, self.transport, self.adds = program, tensors, transport, adds
-        modules = list(program.module.modules())
+        self.rank, modules = program.rank, list(program.module.modules())
         self.calls = [m for m in modules if isinstance(m, PhaseCall)]
-        self.sums = [m for m in modules if isinstance(m, PartialSum)]
-        self.additions = [m for m in modules if isinstance(m, AddToGradient)]
-        self.totals = [m for m in modules if isinstance(m, Gradient)]
-        self.buckets = [m for m in modules if type(m) is GradientBucket]
-        self.collected = [m for m in modules if isinstance(m, ParameterBucket)]
+        self.sums = [m for m in modules if isinstance(m, calls.PartialSum)]
+        self.additions = [m for m in modules if isinstance(m, calls.AddToGradient)]
+        self.totals = [m for m in modules if isinstance(m, calls.Gradient)]
+        self.buckets = [m for m in modules if type(m) is calls.GradientBucket]
+        self.collected = [m for m in modules if isinstance(m, calls.ParameterBucket)]
         self.flat: FlatGradients | None = None  # where gradients are summed over replicas
         self.shards: Shards | None = None  # of parameters (ZeRO-1)
         self.besides = [m for m in modules if isinstance(m, Beside)]
@@ -115,19 +104,11 @@ class RankRunner:
         """Settle the optimizer step that waits, within the next run, and note the largest values in `watched`."""
         self.pending, self.watched = pending, watched
 
-    def settled(self) -> None:
-        """No optimizer step waits any more."""
-        self.pending = None
-
-    def bound(self, name: str) -> Bound:
+    def bound(self, name: str) -> calls.Bound:
         """The node's module that runs a function bound at run time."""
         module = self.program.module.get_submodule(name)
-        assert isinstance(module, Bound)
+        assert isinstance(module, calls.Bound)
         return module
-
-    @property
-    def rank(self) -> int:
-        return self.program.rank
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -157,14 +138,13 @@ class RankRunner:
             self.bound("loss").run = self.combine  # anew in each step: several runners may share a program
         for module in self.collected:
             assert self.shards is not None, "made as the pipeline was bound"
-            module.tensor = self.shards.flat[module.bucket.key]
+            module.tensor = self.shards.flat[module.name]
         for call in self.calls:
             call.ports = [self.port_tensor(port.role, port.name, loss_gradient) for port in call.phase.ports]
         if self.pending is None:  # else the gradients of the last step are needed until its verdict
             self.bind_gradients()
 
     def bind_gradients(self) -> None:
-        """Bind the phases to the gradients that they add to."""
         partial_sums = self.start_gradients()
         shared = {name for name, _ in partial_sums}
         for call in self.calls:
@@ -198,7 +178,7 @@ class RankRunner:
             own = [b for b in self.program.buckets if not b.shared or b.key in self.adds]
             self.flat = FlatGradients(own, self.tensors.named, self.shards)
         for module in self.buckets:
-            module.tensor = self.flat.flat[module.bucket.key]
+            module.tensor = self.flat.flat[module.name]
         return self.flat
 
     def finish_gradients(self) -> None:
@@ -232,10 +212,8 @@ class RankRunner:
         return parameter.grad
 
     def run(self, microbatches: Sequence[ops.Microbatch], step: int) -> Run:
-        """Execute the program; yields while a message has not arrived.
-
-        Returns the losses of the microbatches, in order, on the rank that computes them.
-        """
+        """Execute the program; yields while a message has not arrived. Returns the losses, on the rank that has
+        them."""
         given = self.given(microbatches)
         environment = dict(given)
         buffers = self.written_early() if self.pending else {}
@@ -256,7 +234,6 @@ class RankRunner:
         return (yield from self.complete(environment, step))
 
     def given(self, microbatches: Sequence[ops.Microbatch]) -> Environment:
-        """The values of the program's placeholders."""
         return dict(zip(self.nodes, (self.transport, *microbatches), strict=False))
 
     def warm_up(self, environment: Environment, step: int) -> Generator[Wait, None, None]:
@@ -264,7 +241,6 @@ class RankRunner:
         return self.execute(range(self.program.verdict[0]), environment, step)
 
     def complete(self, environment: Environment, step: int) -> Run:
-        """Run everything after the prefix."""
         yield from self.execute(range(self.program.verdict[1], len(self.nodes)), environment, step)
         yield from self.finish()
         results: tuple[Tensor, ...] = fx.map_arg(self.nodes[-1].args[0], environment.__getitem__)
@@ -318,7 +294,6 @@ class RankRunner:
             yield Wait(self.waits, key)
 
     def execute(self, positions: range, environment: Environment, step: int) -> Generator[Wait, None, None]:
-        """Run the nodes at these positions."""
         for index in positions:
             node = self.nodes[index]
             if node.op in ("placeholder", "output"):

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +15,16 @@ from zbfx import rng
 from zbfx._torch import uncompiled
 from zbfx.compiled import Compiled
 from zbfx.errors import InputError, NonFiniteStep, PipelineFault, ZbfxError
-from zbfx.runtime.engine import Batch, Engine
+from zbfx.runtime.captured import Launched
+from zbfx.runtime.engine import Batch, Engine, T
 from zbfx.runtime.engines import Engines, Variant
-from zbfx.runtime.launched import Launched
-from zbfx.runtime.one_of_many import Ranks
 from zbfx.runtime.options import StepOptions
+from zbfx.runtime.ranks import Ranks
 from zbfx.runtime.runner import Pending, Tensors
 from zbfx.runtime.timeline import Profile, Recorder
 from zbfx.runtime.verdict import settle, snapshot
 from zbfx.runtime.watch import Watch
 from zbfx.trace.guard import Source
-
-T = TypeVar("T")
 
 CLOSED = "this step was closed"
 
@@ -41,11 +39,8 @@ class Optimizer(Protocol):
 
     @property
     def pending(self) -> Pending | None: ...
-
     def settle(self) -> None: ...
-
     def learn(self) -> None: ...
-
     def explain(self) -> None: ...
 
 
@@ -58,8 +53,7 @@ class Step:
     and gradients are checked, `verdict` says why the last step's gradients were dropped; None: they were not.
 
     When a rank of several processes fails, every rank raises `PipelineFault` with that rank's message, and the step
-    cannot be used after that.
-    """
+    cannot be used after that."""
 
     def __init__(
         self, engine: Engine, options: StepOptions, ranks: Ranks, launch: Launched, source: Source, variant: Variant
@@ -77,8 +71,7 @@ class Step:
 
     @property
     def count(self) -> int:
-        """The number of training steps so far, on which random numbers depend; evaluations are none. Set it to go on
-        from a checkpoint."""
+        """The number of training steps so far, on which random numbers depend. Set it to go on from a checkpoint."""
         return self._count
 
     @count.setter
@@ -93,7 +86,6 @@ class Step:
 
     @property
     def tensors(self) -> Tensors:
-        """The model's live tensors."""
         return self.engine.runners[0].tensors
 
     @property
@@ -175,11 +167,8 @@ class Step:
 
     @uncompiled
     def close(self) -> None:
-        """End the step: let go of its captured graphs, and close its connections.
-
-        All ranks call this before `torch.distributed.destroy_process_group`, which may wait for ever for a communicator
-        that a graph still holds.
-        """
+        """End the step: let go of its captured graphs, and close its connections. All ranks call this before
+        `destroy_process_group`, which may wait for ever for a communicator that a graph still holds."""
         with self.alone():
             if self.fault is None and not self.ranks.are_open:
                 self.fault = CLOSED
@@ -221,8 +210,7 @@ class Step:
         self.ranks.begin(call, batch=batch)
 
     def agreed(self, call: str, work: Callable[[], T], arguments: Mapping[str, object]) -> T:
-        """Begin a call, and do `work` on every rank. What one rank refuses, all refuse, as they do arguments that
-        differ."""
+        """Begin a call, and do `work` on every rank. What one refuses, all refuse, as they do arguments that differ."""
         self.begin(call)
         return self.ranks.agreed(call, work, arguments, self.guarded)
 
@@ -302,8 +290,7 @@ class Step:
         return loss
 
     def run(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Run the engine's programs on the microbatches: their losses, on the rank that computes them, and the loss of
-        the batch."""
+        """Run the engine's programs: the losses of the microbatches, on the rank that has them, and the batch's."""
 
         def work() -> tuple[tuple[Tensor, ...], Tensor]:
             engine.weigh(rows)
@@ -322,7 +309,7 @@ class Step:
         if self.optimizer is not None and self.optimizer.pending is not None:
             self.optimizer.learn()
         for runner in engine.runners:
-            runner.settled()
+            runner.follow(None, runner.watched)
 
     def guarded(self, work: Callable[[], T]) -> T:
         """Do what other ranks wait for; if it fails, they hear of it."""

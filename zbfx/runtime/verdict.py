@@ -1,9 +1,7 @@
 """Whether a step's losses and gradients are finite, and what to do about it: one verdict for all ranks.
-
 "keep"   nothing is checked
 "drop"   the step's gradients are dropped on every rank: `.grad` is what it was before, `step.verdict` says why
-"raise"  the same, and every rank raises `NonFiniteStep`
-"""
+"raise"  the same, and every rank raises `NonFiniteStep`"""
 
 from __future__ import annotations
 
@@ -12,15 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from zbfx.errors import ZbfxError
-
 CHOICES = ("keep", "drop", "raise")
-
-
-def checked_choice(on_nonfinite: str) -> str:
-    if on_nonfinite not in CHOICES:
-        raise ZbfxError(f"on_nonfinite is one of {CHOICES}; found {on_nonfinite!r}")
-    return on_nonfinite
 
 
 def snapshot(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:

@@ -28,17 +28,11 @@ from zbfx.trace.tracer import canonical_names, named_tensors, plain_tensors
 
 
 class Watch:
-    """Compares the model with what was traced and bound, before each step.
-
-    That is quick where every object is the one that was seen last; any that is not is looked at by name.
-    """
+    """Compares the model with what was traced and bound, before each step. That is quick where every object is the one
+    that was seen last; any that is not is looked at by name."""
 
     def __init__(
-        self,
-        source: Source,
-        device: torch.device,
-        trained: Mapping[str, nn.Parameter],
-        replaced: Collection[str] = (),
+        self, source: Source, device: torch.device, trained: Mapping[str, nn.Parameter], replaced: Collection[str] = ()
     ) -> None:
         """The tensors are those of the model now; those that this process uses are on `device`; `trained` are the
         parameters whose gradients arise here. `replaced` are the buffers that the model's own forward replaces."""
