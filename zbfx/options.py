@@ -46,6 +46,7 @@ class Options:
     stages: int
     microbatches: int
     device: torch.device = field(compare=False)
+    batch_dims: Any = None
     loss_reduction: str = "mean"
     schedule: Any = "auto"
     mem_limit: Any = None

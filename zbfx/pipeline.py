@@ -53,6 +53,7 @@ def compile(
     example_inputs: tuple[Any, ...] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     example_targets: Any = (),
+    batch_dims: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     loss_reduction: str = "mean",
     schedule: Any = "auto",
@@ -76,9 +77,13 @@ def compile(
     stages           pipeline ranks, each with one piece of the model, or with `stages_per_rank` of them
     microbatches     how many a step runs and accumulates
     example_inputs   positional arguments of the model for one microbatch, nested as you like; `example_kwargs` too.
-                     Structure, shapes and dtypes count, values do not: meta tensors will do. Tensors as long as the
-                     first one in dimension 0 are cut along it; others are given to every microbatch whole
+                     Structure, shapes and dtypes count, values do not: meta tensors will do. Without `batch_dims`,
+                     tensors as long as the first one in dimension 0 are cut along it; others are given to every
+                     microbatch whole
     example_targets  further arguments of `loss_fn`, one or a tuple
+    batch_dims       the dimension at which a batch is cut, for each tensor of (inputs, kwargs, targets), nested like
+                     them: ((0, 1), {"mask": None}, 0). None in it: every microbatch gets the whole tensor. A dimension
+                     in the place of a tuple or dict is that of all tensors in it. None: as above
     loss_fn          `(outputs, *targets) -> scalar`, a function or a module; None: the model returns its loss (itself,
                      as `.loss`, or first in a tuple). Losses over tokens return (sum, count): the loss of the batch is
                      then the sum of all sums over the sum of all counts, however the tokens fall into microbatches
@@ -117,6 +122,7 @@ def compile(
         stages=stages,
         microbatches=microbatches,
         device=device,
+        batch_dims=batch_dims,
         loss_reduction=loss_reduction,
         schedule=schedule,
         mem_limit=mem_limit,
@@ -134,7 +140,8 @@ def compile(
     with modes.fixed():
         local = local_parts(named_tensors(model, loss_fn))
         refuse_measuring(local, options.measures)
-        tracing = modes.traced()(partial(trace, model, loss_fn, inputs, kwargs, targets, device=options.device))
+        tracing = partial(trace, model, loss_fn, inputs, kwargs, targets, device=device, batch_dims=batch_dims)
+        tracing = modes.traced()(tracing)
         raw, signature = on_all_ranks("compile (the trace)", tracing, compared(options))
         raw = separate_count(raw)
         examples = tuple(signature.flatten((*inputs, *targets), kwargs))

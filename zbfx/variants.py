@@ -74,6 +74,7 @@ class Variants:
                 dict(kwargs),
                 tuple(args[count:]),
                 device=self.pipe.device,
+                batch_dims=self.pipe.signature.batch_dims,
                 evaluation=evaluation,
                 sizes=sizes,
                 undo=source.guard.undo,
@@ -159,7 +160,7 @@ class Template:
 
 def signature_of(pipe: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
     count = pipe.signature.input_count
-    return Signature.of(tuple(args[:count]), kwargs, tuple(args[count:]))
+    return Signature.of(tuple(args[:count]), kwargs, tuple(args[count:]), pipe.signature.batch_dims)
 
 
 def restaged(pipe: Compiled, raw: Joint, evaluation: bool) -> tuple[Stage, ...]:

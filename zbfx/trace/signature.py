@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zbfx._torch import pytree
-from zbfx.errors import InputError, listed
+from zbfx.errors import InputError, ZbfxError, listed
 
 SHORTER = "Leave out a last batch that is shorter (DataLoader(..., drop_last=True))"
 
@@ -26,6 +26,15 @@ class TensorSpec:
     stride: tuple[int, ...]  # what the graph reads; a batch with other strides is copied
     dtype: torch.dtype
     batch_dim: int | None  # the dimension at which a batch is cut; None where every microbatch gets the whole tensor
+
+    def batch_shape(self, microbatches: int) -> tuple[int, ...]:
+        """The shape in a batch of microbatches of the example's shapes."""
+        return tuple(size * microbatches if dim == self.batch_dim else size for dim, size in enumerate(self.shape))
+
+    def fits_beside_batch(self, tensor: Tensor) -> bool:
+        """Whether a tensor has the example's sizes in all dimensions but that of the batch."""
+        sizes = enumerate(zip(self.shape, tensor.shape, strict=False))
+        return tensor.ndim == len(self.shape) and all(a == b for dim, (a, b) in sizes if dim != self.batch_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +52,37 @@ class Signature:
     structure: Any  # pytree spec of (positional arguments, keyword arguments)
     leaves: tuple[TensorSpec | Constant, ...]
     input_count: int  # the first positional arguments are the model's, the others the loss function's
+    is_guess: bool = True  # which tensors are cut
 
     @classmethod
-    def of(cls, inputs: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any]) -> Signature:
-        """The signature of the call with these arguments. Tensors as long as the first one are cut along dimension 0;
-        every microbatch gets the others whole."""
+    def of(
+        cls, inputs: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any], batch_dims: Any = None
+    ) -> Signature:
+        """The signature of the call with these arguments. `batch_dims` has, in the structure of (inputs, kwargs,
+        targets), the dimension of the batch of each tensor. None in it: every microbatch gets the whole tensor.
+
+        Without `batch_dims` tensors as long as the first one are cut along dimension 0.
+        """
         named, structure = pytree.tree_flatten_with_path(((*inputs, *targets), dict(kwargs)))
-        for path, leaf in named:
+        names = [path_name(path, len(inputs)) for path, _ in named]
+        leaves = [leaf for _, leaf in named]
+        for name, leaf in zip(names, leaves, strict=True):
             if isinstance(leaf, Tensor):
-                refuse_sparse(path_name(path, len(inputs)), leaf)
-        sizes = [leaf.shape[0] for _, leaf in named if isinstance(leaf, Tensor) and leaf.ndim]
-        leaves = tuple(
-            TensorSpec(
-                path_name(path, len(inputs)),
-                tuple(leaf.shape),
-                dense_stride(leaf),
-                leaf.dtype,
-                0 if leaf.ndim and leaf.shape[0] == sizes[0] else None,
-            )
+                refuse_sparse(name, leaf)
+        dims = guessed_dims(leaves) if batch_dims is None else given_dims(batch_dims, structure, len(inputs))
+        specs = tuple(
+            TensorSpec(name, tuple(leaf.shape), dense_stride(leaf), leaf.dtype, checked_dim(name, leaf, dim))
             if isinstance(leaf, Tensor)
-            else Constant(path_name(path, len(inputs)), independent_copy(leaf))
-            for path, leaf in named
+            else Constant(name, independent_copy(leaf))
+            for name, leaf, dim in zip(names, leaves, dims, strict=True)
         )
-        return cls(structure, leaves, len(inputs))
+        return cls(structure, specs, len(inputs), batch_dims is None)
+
+    @property
+    def batch_dims(self) -> Any:
+        """As `of` takes them, for calls whose tensors have other shapes."""
+        dims = [leaf.batch_dim if isinstance(leaf, TensorSpec) else None for leaf in self.leaves]
+        return by_part(dims, self.structure, self.input_count)
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -73,10 +90,7 @@ class Signature:
 
     def batch_shapes(self, microbatches: int) -> dict[str, tuple[int, ...]]:
         """By name, the shapes of the tensors of a batch of microbatches of the example's shapes."""
-        return {
-            spec.name: spec.shape if spec.batch_dim is None else (spec.shape[0] * microbatches, *spec.shape[1:])
-            for spec in self.tensors
-        }
+        return {spec.name: spec.batch_shape(microbatches) for spec in self.tensors}
 
     def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors of a call. Raises `InputError` if its structure or its constants are not those of the example."""
@@ -117,12 +131,14 @@ class Signature:
         """How many microbatches of the example's shapes a batch has. None if its shapes do not divide so."""
         counts: set[int | None] = set()
         for spec, tensor in zip(self.tensors, self.flatten(args, kwargs), strict=True):
-            shape, size = tuple(tensor.shape), spec.shape[0] if spec.batch_dim == 0 else 0
-            if spec.batch_dim is None:
-                counts |= set() if shape == spec.shape else {None}
+            dim = spec.batch_dim
+            if dim is None:
+                counts |= set() if tuple(tensor.shape) == spec.shape else {None}
             else:
-                fits = shape[1:] == spec.shape[1:] and shape and shape[0] and size and shape[0] % size == 0
-                counts.add(shape[0] // size if fits else None)
+                fits = spec.fits_beside_batch(tensor) and tensor.shape[dim] and spec.shape[dim]
+                counts.add(
+                    tensor.shape[dim] // spec.shape[dim] if fits and not tensor.shape[dim] % spec.shape[dim] else None
+                )
         return counts.pop() if len(counts) == 1 else (None if counts else 1)
 
     def first_microbatch(
@@ -131,18 +147,21 @@ class Signature:
         """The arguments of a batch's first microbatch. Raises `InputError` if the batch does not divide."""
         first = []
         pairs = list(zip(self.tensors, self.flatten(args, kwargs), strict=True))
-        refuse_uncut(pairs, microbatches)
+        if self.is_guess:
+            refuse_uncut(pairs, microbatches)
+            refuse_grown(pairs)
         for spec, tensor in pairs:
-            if spec.batch_dim is None:
+            dim = spec.batch_dim
+            if dim is None:
                 first.append(tensor)
                 continue
-            if tensor.ndim != len(spec.shape) or tensor.shape[0] % microbatches or not tensor.shape[0]:
+            if tensor.ndim != len(spec.shape) or tensor.shape[dim] % microbatches or not tensor.shape[dim]:
                 way_out = f". {SHORTER}, or pad it" if tensor.ndim == len(spec.shape) else ""
                 raise InputError(
-                    f"{spec.name}: expected {len(spec.shape)} dimensions, the first divisible into {microbatches} "
-                    f"microbatches; found shape {tuple(tensor.shape)}{way_out}"
+                    f"{spec.name}: expected {len(spec.shape)} dimensions, dimension {dim} divisible into "
+                    f"{microbatches} microbatches; found shape {tuple(tensor.shape)}{way_out}"
                 )
-            first.append(tensor[: tensor.shape[0] // microbatches])
+            first.append(tensor.narrow(dim, 0, tensor.shape[dim] // microbatches))
         return self.unflatten(first)
 
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int) -> list[list[Tensor]]:
@@ -150,23 +169,22 @@ class Signature:
         example times `microbatches`."""
         columns = []
         pairs = list(zip(self.tensors, self.flatten(args, kwargs), strict=True))
-        refuse_uncut(pairs, microbatches)
+        if self.is_guess:
+            refuse_uncut(pairs, microbatches)
         for spec, tensor in pairs:
             if tensor.grad_fn is not None:
                 raise InputError(
                     f"{spec.name} is the result of other modules or operators, to which no gradient would flow "
                     f"({tensor.grad_fn.name()}): make them part of the model, or pass {spec.name}.detach()"
                 )
-            whole = spec.batch_dim is None
-            expected = spec.shape if whole else (spec.shape[0] * microbatches, *spec.shape[1:])
+            dim, expected = spec.batch_dim, spec.batch_shape(microbatches)
             if tuple(tensor.shape) != expected:
                 reason = (
-                    "it is given to every microbatch whole"
-                    if whole
-                    else f"{microbatches} microbatches of {spec.shape[0]} each, as in the example"
+                    "it is given to every microbatch whole; batch_dims= of compile names the dimension of its batch"
+                    if dim is None
+                    else f"{microbatches} microbatches of {spec.shape[dim]} each, as in the example"
                 )
-                same_rows = not whole and tensor.ndim and tuple(tensor.shape[1:]) == expected[1:]
-                shorter = same_rows and tensor.shape[0] < expected[0]
+                shorter = dim is not None and spec.fits_beside_batch(tensor) and tensor.shape[dim] < expected[dim]
                 raise InputError(
                     f"{spec.name}: expected shape {expected} ({reason}), found {tuple(tensor.shape)}. "
                     f"{SHORTER if shorter else 'Give a batch of that size'}, compile again with another example "
@@ -177,7 +195,7 @@ class Signature:
                 raise InputError(
                     f"{spec.name}: expected dtype {spec.dtype} as in the example microbatch, found {tensor.dtype}"
                 )
-            columns.append([tensor] * microbatches if whole else list(tensor.split(spec.shape[0])))
+            columns.append([tensor] * microbatches if dim is None else list(tensor.split(spec.shape[dim], dim)))
         return [list(row) for row in zip(*columns, strict=True)] if columns else [[] for _ in range(microbatches)]
 
 
@@ -186,21 +204,89 @@ def refuse_sparse(name: str, tensor: Tensor) -> None:
         raise InputError(f"{name}: expected a dense tensor, found one of layout {tensor.layout}. Pass .to_dense()")
 
 
+def guessed_dims(leaves: Sequence[Any]) -> list[int | None]:
+    """0 for the first tensor that has dimensions, and for those as long as it."""
+    sizes = [leaf.shape[0] if isinstance(leaf, Tensor) and leaf.ndim else None for leaf in leaves]
+    batch = next((size for size in sizes if size is not None), None)
+    return [0 if size is not None and size == batch else None for size in sizes]
+
+
+def given_dims(batch_dims: Any, structure: Any, input_count: int) -> list[Any]:
+    """What `batch_dims` says of each leaf of a call. A dimension in the place of a tuple, list or dict is that of all
+    tensors in it."""
+    places = by_part(range(structure.num_leaves), structure, input_count)
+    found: dict[int, Any] = {}
+    try:
+        pytree.tree_map_(
+            lambda dim, part: found.update(dict.fromkeys(pytree.tree_leaves(part), dim)), batch_dims, places
+        )
+    except ValueError as error:
+        raise ZbfxError(
+            f"batch_dims is a tuple (inputs, kwargs, targets) with a dimension or None for each tensor of "
+            f"example_inputs, example_kwargs and example_targets, like ((0, 1), {{'mask': None}}, 0); found "
+            f"{batch_dims!r} ({error})"
+        ) from error
+    return [found.get(place) for place in range(structure.num_leaves)]
+
+
+def by_part(leaves: Sequence[Any], structure: Any, input_count: int) -> tuple[Any, Any, Any]:
+    """The leaves of a call as (inputs, kwargs, targets)."""
+    args, kwargs = pytree.tree_unflatten(leaves, structure)
+    return args[:input_count], kwargs, args[input_count:]
+
+
+def checked_dim(name: str, tensor: Tensor, dim: Any) -> int | None:
+    """The dimension of a tensor's batch, counted from the first one. Raises `ZbfxError` where it has none such."""
+    if dim is None:
+        return None
+    if not isinstance(dim, int) or isinstance(dim, bool) or not -tensor.ndim <= dim < tensor.ndim:
+        raise ZbfxError(
+            f"batch_dims has for each tensor the dimension at which a batch is cut, or None (given whole); found "
+            f"{dim!r} for {name}, whose shape is {tuple(tensor.shape)}"
+        )
+    return dim % tensor.ndim
+
+
 def refuse_uncut(pairs: Sequence[tuple[TensorSpec, Tensor]], microbatches: int) -> None:
     """Raise where one tensor has the length of the example and others are longer. The example had it as long as a
     microbatch by coincidence, and so it is cut like the batch."""
-    cut = [(spec, tensor) for spec, tensor in pairs if spec.batch_dim == 0]
+    cut = [(spec, tensor) for spec, tensor in pairs if spec.batch_dim is not None]
     if microbatches == 1 or len({tuple(tensor.shape[:1]) for _, tensor in cut}) < 2:
         return
     for spec, tensor in cut:
         if tuple(tensor.shape) == spec.shape:
-            size = spec.shape[0]
             raise InputError(
-                f"{spec.name}: expected {microbatches} microbatches of {size} each, as in the example, found "
+                f"{spec.name}: expected {microbatches} microbatches of {spec.shape[0]} each, as in the example, found "
                 f"{tuple(tensor.shape)}, the shape of one. In the example it is as long as a microbatch, and so it is "
-                f"cut like the batch. If it has no batch dimension (class weights), give it as a buffer of the model "
-                f"or of a loss module, or with a first dimension of another length than {size} (unsqueeze(0))"
+                f"cut like the batch. If it has no batch dimension (class weights), compile with batch_dims= and None "
+                f"for {spec.name}"
             )
+
+
+def refuse_grown(pairs: Sequence[tuple[TensorSpec, Tensor]]) -> None:
+    """Raise where other sizes than the example's show that the example has misled the guess: tensors that are cut are
+    not of one length, or one that microbatches get whole has grown with the batch, or become as long."""
+    cut = [(spec, tensor) for spec, tensor in pairs if spec.batch_dim is not None and tensor.ndim]
+    if not cut:
+        return
+    first, before, after = cut[0][0].name, cut[0][0].shape[0], len(cut[0][1])
+    for spec, tensor in cut:
+        if len(tensor) != after:
+            raise InputError(
+                f"{spec.name}: found shape {tuple(tensor.shape)} beside {first}, {after} long. In the example both are "
+                f"{before} long, and so both are cut along dimension 0. Compile with batch_dims=, with another "
+                f"dimension for {spec.name}, or None to give it to every microbatch whole"
+            )
+    for spec, tensor in pairs:
+        if spec.batch_dim is None and tensor.ndim == len(spec.shape):
+            for dim, (size, found) in enumerate(zip(spec.shape, tensor.shape, strict=True)):
+                if size != found and (size * after == found * before or found == after):
+                    raise InputError(
+                        f"{spec.name}: found shape {tuple(tensor.shape)} where the example has {spec.shape}. Its "
+                        f"dimension {dim} seems to be that of the batch, which went from {before} to {after}; only "
+                        f"tensors as long as the first one are cut, along dimension 0. Compile with batch_dims=, with "
+                        f"{dim} for {spec.name} to cut it there, or None to give it to every microbatch whole"
+                    )
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -62,16 +62,17 @@ def trace(
     example_targets: tuple[Any, ...],
     *,
     device: torch.device,
+    batch_dims: Any = None,
     evaluation: bool = False,
     sizes: Sizes | None = None,
     undo: Callable[[nn.Module, Any], None] = lambda *_: None,
 ) -> tuple[Joint, Signature]:
     """The joint graph of one microbatch on `device`, and the structure of the call. Parameters and inputs may live on
-    the meta device. `sizes` says which sizes of the microbatch are symbols. Sizes that the model computes from them are
-    arguments of the graph's nodes. `undo` takes out of a copy of model and loss what forwards outside of steps have
-    made since an earlier trace. Raises `TraceError`, with the user's line, where the model needs values of tensors to
-    decide what to run, or has no loss to differentiate."""
-    signature = Signature.of(example_inputs, example_kwargs, example_targets)
+    the meta device. `batch_dims` are those of `Signature.of`. `sizes` says which sizes of the microbatch are symbols.
+    Sizes that the model computes from them are arguments of the graph's nodes. `undo` takes out of a copy of model and
+    loss what forwards outside of steps have made since an earlier trace. Raises `TraceError`, with the user's line,
+    where the model needs values of tensors to decide what to run, or has no loss to differentiate."""
+    signature = Signature.of(example_inputs, example_kwargs, example_targets, batch_dims)
     for spec, example in zip(
         signature.tensors, signature.flatten((*example_inputs, *example_targets), example_kwargs), strict=True
     ):
