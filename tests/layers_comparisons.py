@@ -140,7 +140,6 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
     "options: the text is checked, or given its meaning, where it enters; everything else asks the record": {
-        "zbfx/optim/inverse.py": ("rollback not in (None, 'exact', 'arithmetic')",),
         "zbfx/options.py": (
             "self.check not in CHECKS",
             "self.costs == 'measure'",
@@ -149,6 +148,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "backend not in BACKENDS",
             "text.endswith('x')",
             "self.schedule != 'auto'",
+            "self.mem_limit == 'auto'",
             "costs != 'measure'",
         ),
         "zbfx/runtime/options.py": (
@@ -162,6 +162,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "zbfx/schedule/orders/registry.py": ("name in SEARCHED", "request in SEARCHED"),
         "zbfx/schedule/planner.py": ("schedule in GENERATORS", "schedule in SEARCHED"),
+        "zbfx/show/text.py": ("columns == 'step'",),
         "zbfx/timing/limits.py": ("mem_limit.strip().lower().endswith('x')",),
     },
 }

@@ -296,6 +296,16 @@ def group_arguments(operator: Any) -> set[int | str]:
     return {place for index, argument in named if argument.name == "group_name" for place in (index, argument.name)}
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor, or another on its memory, was written in place; inference tensors have no count."""
+    return tensor._version
+
+
+def is_optimized(module: nn.Module) -> bool:
+    """Whether a module is what `torch.compile` makes of another."""
+    return hasattr(module, "_orig_mod")
+
+
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """The dict in which a module keeps its own buffers: those of its submodules are theirs."""
     return module._buffers

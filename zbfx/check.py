@@ -45,6 +45,7 @@ class Finding:
     name: str
     kind: str
     error: float  # largest absolute difference over the largest absolute value
+    of_model: bool = False  # between two runs of the model itself, and the trace of one
 
     def __str__(self) -> str:
         return f"{self.name}: {self.kind} (relative difference {self.error:.3g})"
@@ -140,7 +141,7 @@ def compare_all(pipe: Compiled, source: Source, values: Values, seed: int, toler
         rounding = torch.finfo(loss.dtype).eps ** 0.5
         name = f"loss {index} of the model itself (a Python value that changes from call to call?)"
         if finding := compare(name, loss, expected[f"loss {index}"], max(tolerance, rounding)):
-            findings.append(finding)
+            findings.append(replace(finding, of_model=True))
     return Report(len(expected) + len(own), bitwise, tuple(findings))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zbfx._torch import is_optimized
 from zbfx.arguments import finite_number, kind_of, true_or_false, whole_number
 from zbfx.errors import ZbfxError, listed
 from zbfx.passes.recompute import LEVELS, Level
@@ -101,6 +102,11 @@ class Options:
         return self.mem_limit is not None and self.multiple is None
 
     @property
+    def limits_to_free(self) -> bool:
+        """Whether `mem_limit` is what is free on the device."""
+        return isinstance(self.mem_limit, str) and self.mem_limit == "auto"
+
+    @property
     def multiple(self) -> float | None:
         """What `mem_limit` allows, in the activations of 1F1B, where it is such a multiple."""
         text = self.mem_limit.strip().lower() if isinstance(self.mem_limit, str) else ""
@@ -128,7 +134,7 @@ def checked_model(model: Any) -> nn.Module:
         raise ZbfxError(f"model is an instance of torch.nn.Module; found {kind_of(model)}")
     if isinstance(model, torch.jit.ScriptModule):
         raise ZbfxError("model is a scripted module, which cannot be traced. Pass the module it was scripted from")
-    if hasattr(model, "_orig_mod"):
+    if is_optimized(model):
         raise ZbfxError("model is compiled by torch.compile. Pass the module itself, and backend='inductor' to zbfx")
     tensors = chain(model.named_parameters(), model.named_buffers())
     if unshaped := [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]:

@@ -32,7 +32,7 @@ def self_checked(pipe: Compiled, source: Source) -> Compiled:
 
 def checked(pipe: Compiled, source: Source, choice: bool | str) -> Compiled:
     """Within one process: a model may have its data on one rank and none on another."""
-    if choice == "auto" and not is_small(pipe, source):
+    if choice is not True and not is_small(pipe, source):
         return pipe
     try:
         with undisturbed(pipe.device):
@@ -51,7 +51,7 @@ def checked(pipe: Compiled, source: Source, choice: bool | str) -> Compiled:
 def refusal(report: Report) -> str:
     found = "; ".join(map(str, report.findings[:5]))
     more = f" and {len(report.findings) - 5} more" if len(report.findings) > 5 else ""
-    own = any("of the model itself" in finding.name for finding in report.findings)
+    own = any(finding.of_model for finding in report.findings)
     way_out = (
         "Python values are part of the graph as they were when it was traced: pass what changes as a tensor, or keep "
         "it in a buffer"

@@ -99,7 +99,7 @@ def streams_of(program: Program, options: Options) -> int:
 def resolved(options: Options) -> Options:
     """The options with the limit "auto" in bytes, with room for the state of Adam unless they say what to keep.
     Collective over all processes."""
-    if options.mem_limit != "auto":
+    if not options.limits_to_free:
         return options
     slots = ADAM_SLOTS if options.optimizer_slots is None else options.optimizer_slots
     return replace(options, mem_limit=free_bytes(options.device, options.stages), optimizer_slots=slots)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -148,9 +149,20 @@ class Arithmetic:
                 optimizer.state.pop(parameter, None)
 
 
-def checked_rollback(rollback: str | None, optimizer: torch.optim.Optimizer) -> str | None:
-    if rollback not in (None, "exact", "arithmetic"):
+class Rollback(StrEnum):
+    """How a wrong step is undone: from a copy, or by the inverse of its arithmetic."""
+
+    EXACT = "exact"
+    ARITHMETIC = "arithmetic"
+
+
+def checked_rollback(rollback: str | None, optimizer: torch.optim.Optimizer) -> Rollback | None:
+    """None: exact while memory allows it."""
+    if rollback is None:
+        return None
+    if rollback not in tuple(Rollback):
         raise ZbfxError(f'rollback is "exact", "arithmetic" or None; found {rollback!r}')
-    if rollback == "arithmetic" and (obstacle := obstacle_of(optimizer, optimizer.param_groups)):
+    chosen = Rollback(rollback)
+    if chosen is Rollback.ARITHMETIC and (obstacle := obstacle_of(optimizer, optimizer.param_groups)):
         raise ZbfxError(f'rollback="arithmetic" does not work here: {obstacle}. Use rollback="exact"')
-    return rollback
+    return chosen

@@ -3,27 +3,44 @@ a step and the hyperparameters. Out: parameters that all ranks have stepped alik
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from zbfx.optim.inverse import Arithmetic
-from zbfx.optim.state import Act, Verdict
+from zbfx.optim.state import Act, Layout, Rules, Share, Verdict
 from zbfx.optim.undo import Undo
 from zbfx.plan import Action, Kind
 from zbfx.runtime.runner import on_stream
 
-if TYPE_CHECKING:
-    from zbfx.optim.post_validated import PostValidated, Share
-
 SHOWN = 5  # causes, in a verdict
 
 Seen = Mapping[int, tuple[list[Action], Tensor | None]]
+
+
+class Owner(Protocol):
+    """The optimizer that takes the step, as a `PendingStep` needs it."""
+
+    optimizer: torch.optim.Optimizer
+    parameters: Mapping[str, Tensor]
+    stages: Mapping[str, set[int]]
+    rules: Rules
+    layout: Layout
+    shares: list[Share]
+    stream: torch.cuda.Stream | None
+    target: Any  # its step
+
+    @property
+    def decides_on_device(self) -> bool: ...
+
+    def way_back(self, rank: int, groups: list[dict[str, Any]], parameters: Sequence[Tensor]) -> Undo | Arithmetic: ...
+
+    def settled(self, verdict: Verdict, rolled_back: bool) -> None: ...
 
 
 class PendingStep:
@@ -31,7 +48,7 @@ class PendingStep:
     hyperparameters as they were, and the way back of each rank that stepped early."""
 
     def __init__(
-        self, owner: PostValidated, gradients: dict[str, Tensor | None], groups: list[dict[str, Any]], seen: Seen
+        self, owner: Owner, gradients: dict[str, Tensor | None], groups: list[dict[str, Any]], seen: Seen
     ) -> None:
         self.owner, self.gradients, self.groups, self.seen = owner, gradients, groups, seen
         self.acts: dict[int, tuple[Act, Verdict]] = {}
@@ -192,7 +209,7 @@ def taken(watched: list[Any]) -> tuple[list[Any], Tensor | None]:
     return actions, torch.stack(numbers) if numbers else None
 
 
-def describe(verdict: Verdict, owner: PostValidated, seen: Seen) -> Verdict:
+def describe(verdict: Verdict, owner: Owner, seen: Seen) -> Verdict:
     """The verdict with its cause, from the values that all ranks saw. Every rank calls it."""
     own = [
         str(action)

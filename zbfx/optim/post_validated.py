@@ -14,9 +14,9 @@ from zbfx.costs.estimate import hardware_of
 from zbfx.errors import ZbfxError
 from zbfx.optim import arguments
 from zbfx.optim.consecutive import OptimizerPlan, estimated, planned
-from zbfx.optim.inverse import Arithmetic, checked_rollback, obstacle_of
+from zbfx.optim.inverse import Arithmetic, Rollback, checked_rollback, obstacle_of
 from zbfx.optim.pending import PendingStep, hyperparameters, read, taken
-from zbfx.optim.state import Act, Layout, Rules, Trained, Verdict, gradient_norms
+from zbfx.optim.state import Act, Layout, Rules, Share, Trained, Verdict, gradient_norms
 from zbfx.optim.undo import Undo
 from zbfx.program.chain import Chain, order_of_ranks
 from zbfx.program.codegen import optimizer_program
@@ -38,15 +38,6 @@ class Counts:
     skipped: int = 0
     rolled_back: int = 0
     repeated: int = 0
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one rank does of a step: the parameters that it steps and the places of those that it counts in the norm."""
-
-    rank: int
-    names: tuple[str, ...]
-    counted: tuple[str, ...]
 
 
 class PostValidated(torch.optim.Optimizer):
@@ -164,7 +155,7 @@ class PostValidated(torch.optim.Optimizer):
             sum(self.parameters[name].nbytes for name in self.stages if rank in self.holders[name])
             for rank in range(len(pipe.schedule.ranks))
         ]
-        exact = self.rollback != "arithmetic"
+        exact = self.rollback is not Rollback.ARITHMETIC
         costs = estimated(self.optimizer, held, exact=exact, hardware=hardware_of(pipe.device))
         if step_s is not None:
             costs = replace(costs, step_s=tuple(step_s))
@@ -266,12 +257,12 @@ class PostValidated(torch.optim.Optimizer):
     def way_back(self, rank: int, groups: list[dict[str, Any]], parameters: Sequence[Tensor]) -> Undo | Arithmetic:
         """How a rank undoes a step of these parameters under these hyperparameters."""
         undo = self.undos.setdefault(rank, Undo())
-        wanted = self.rollback == "arithmetic" or (
+        wanted = self.rollback is Rollback.ARITHMETIC or (
             self.rollback is None and not undo.has_room(self.optimizer, parameters)
         )
         if not wanted or obstacle_of(self.optimizer, groups) is not None:
             return undo
-        self.rollback = "arithmetic"  # memory that is full now will be needed for other things later
+        self.rollback = Rollback.ARITHMETIC  # memory that is full now will be needed for other things later
         return self.inverses.setdefault(rank, Arithmetic())
 
     def act(self, share: Share, state: Tensor) -> None:

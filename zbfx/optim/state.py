@@ -168,3 +168,12 @@ class Rules:
 def gradient_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     """The norm of each gradient, in float64: finite for every finite gradient of at most 32 bits."""
     return foreach_norm(gradients) if gradients else []
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank does of a step: the parameters that it steps and the places of those that it counts in the norm."""
+
+    rank: int
+    names: tuple[str, ...]
+    counted: tuple[str, ...]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbfx._torch import has_gradient_hooks
+from zbfx._torch import has_gradient_hooks, version_of
 from zbfx.comm.channels import Channels
 from zbfx.comm.place import Place
 from zbfx.compiled import Compiled
@@ -136,7 +136,7 @@ def warn_of_other_values(channels: Channels, named: Mapping[str, Tensor], used: 
     hashes = dict(zip(kept, fingerprints(kept.values()), strict=True))
     for name, tensor in kept.items():
         if name not in used and not tensor.is_inference():
-            tensor.zbfx_left_behind = tensor._version  # type: ignore[attr-defined]
+            tensor.zbfx_left_behind = version_of(tensor)  # type: ignore[attr-defined]
     everywhere: list[Any] = channels.gather(hashes)
     place, different = channels.place, dict[str, str]()
     ranks = len(place.processes)
@@ -160,7 +160,7 @@ def warn_of_other_values(channels: Channels, named: Mapping[str, Tensor], used: 
 
 def is_left_behind(tensor: Tensor) -> bool:
     """Whether nothing has written into a tensor since a bind to a rank that does not use it."""
-    return not tensor.is_inference() and getattr(tensor, "zbfx_left_behind", None) == tensor._version
+    return not tensor.is_inference() and getattr(tensor, "zbfx_left_behind", None) == version_of(tensor)
 
 
 def refuse_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> None:

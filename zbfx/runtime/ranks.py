@@ -22,7 +22,7 @@ from zbfx.program.ops import Transport
 from zbfx.runtime.agreement import batch_hashes, refuse_other_batches
 from zbfx.runtime.engine import Batch, Engine, T, local_runners, rank_engine
 from zbfx.runtime.runner import Tensors
-from zbfx.runtime.verdict import problems
+from zbfx.runtime.verdict import NonFinite, problems
 
 Guarded = Callable[[Callable[[], Any]], Any]  # does what other ranks wait for, and lets them hear of a failure
 
@@ -91,8 +91,8 @@ class AllHere:
 
     def problems(self, engine: Engine, losses: Sequence[Tensor]) -> list[str]:
         """What is not finite on any rank after a step."""
-        found = problems("this process", losses, {})
-        return found + [bad for r in engine.runners for bad in problems(f"rank {r.rank}", (), r.parameters)]
+        found = [problems(f"rank {runner.rank}", losses, runner.parameters) for runner in engine.runners]
+        return found[0].losses + [text for rank in found for text in rank.gradients]
 
 
 class OneOfMany:
@@ -204,10 +204,10 @@ class OneOfMany:
         return [GroupTransport(program.messages, self.channels)]
 
     def problems(self, engine: Engine, losses: Sequence[Tensor]) -> list[str]:
-        own = problems(self.channels.name, losses, engine.parameters)
-        family: list[Any] = self.channels.gather(own)
-        everywhere: list[Any] = self.channels.gather_shards([found for rank in family for found in rank])
-        return sorted((found for shard in everywhere for found in shard), key=lambda text: "gradient" in text)
+        family: list[NonFinite] = self.channels.gather(problems(self.channels.name, losses, engine.parameters))
+        everywhere = [found for shard in self.channels.gather_shards(family) for found in shard]
+        texts = [text for found in everywhere for text in found.losses]
+        return texts + [text for found in everywhere for text in found.gradients]
 
 
 Ranks = AllHere | OneOfMany

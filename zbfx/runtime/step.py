@@ -26,8 +26,6 @@ from zbfx.runtime.verdict import settle, snapshot
 from zbfx.runtime.watch import Watch
 from zbfx.trace.guard import Source
 
-CLOSED = "this step was closed"
-
 
 class Optimizer(Protocol):
     """What a step asks of an optimizer whose steps are validated while the next forwards run (`zbfx.optim`)."""
@@ -67,6 +65,7 @@ class Step:
         self.count = 0
         self.optimizer: Optimizer | None = None
         self.fault: str | None = None  # why no further step can run
+        self.is_closed = False
         self.lock = threading.RLock()  # held by the thread that is inside a call
 
     @property
@@ -170,9 +169,8 @@ class Step:
         """End the step: let go of its captured graphs, and close its connections. All ranks call this before
         `destroy_process_group`, which may wait for ever for a communicator that a graph still holds."""
         with self.alone():
-            if self.fault is None and not self.ranks.are_open:
-                self.fault = CLOSED
-            if self.fault is None:
+            self.is_closed |= not self.ranks.are_open
+            if self.fault is None and not self.is_closed:
                 if self.optimizer is not None:
                     self.optimizer.settle()
                 self.ranks.leave()
@@ -181,7 +179,7 @@ class Step:
                 for engine in self.engines:
                     engine.forget()
                 self.ranks.close()
-                self.fault = CLOSED
+                self.is_closed = True
 
     @property
     def numbered(self) -> str:
@@ -216,8 +214,8 @@ class Step:
 
     def refuse_ended(self) -> None:
         """Raises `ZbfxError` if no step can run any more."""
-        if self.fault == CLOSED:
-            raise ZbfxError(f"{CLOSED}; bind the pipeline again to go on")
+        if self.is_closed:
+            raise ZbfxError("this step was closed; bind the pipeline again to go on")
         if self.fault is not None:
             raise PipelineFault(
                 f"this pipeline has failed before and cannot go on; bind it again. It failed with: {self.fault}"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,20 @@ def snapshot(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]
     return {name: None if p.grad is None else p.grad.clone() for name, p in parameters.items()}
 
 
-def problems(rank: str, losses: Sequence[Tensor], parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """What is not finite on this rank: losses by microbatch, gradients by parameter."""
-    bad = [f"the loss of microbatch {k} is {float(loss)}" for k, loss in enumerate(losses) if not torch.isfinite(loss)]
-    for name, parameter in parameters.items():
-        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
-            bad.append(f"the gradient of {name} is not finite on {rank}")
-    return bad
+class NonFinite(NamedTuple):
+    """What is not finite after a step, in words."""
+
+    losses: list[str]
+    gradients: list[str]
+
+
+def problems(rank: str, losses: Sequence[Tensor], parameters: Mapping[str, nn.Parameter]) -> NonFinite:
+    """Those of this rank: losses by microbatch, gradients by parameter."""
+    wrong = {name: p.grad for name, p in parameters.items() if p.grad is not None and not torch.isfinite(p.grad).all()}
+    return NonFinite(
+        [f"the loss of microbatch {k} is {float(loss)}" for k, loss in enumerate(losses) if not torch.isfinite(loss)],
+        [f"the gradient of {name} is not finite on {rank}" for name in wrong],
+    )
 
 
 def settle(
