@@ -4,7 +4,7 @@ Takes   a split joint graph.
 Gives   a `Stage` for each stage. A phase computes its own nodes, and once more what is not worth keeping: nodes without
         a stage, and views of values of an earlier phase of the stage. Whatever else it reads is a result of another
         phase.
-Raises  `ZbfxError` where a stage would wait for a stage that waits for it. Source: ours; AOTAutograd of torch cuts
+Raises  nothing: `zbfx.verify` refuses stages that would wait for each other. Source: ours; AOTAutograd of torch cuts
         likewise.
 """
 
@@ -21,7 +21,6 @@ import torch
 from torch import fx
 
 from zbfx._torch import aten
-from zbfx.errors import ZbfxError
 from zbfx.graphs import Phase, Port, Role, Split, Stage
 from zbfx.passes.accumulate import accumulate_in_products
 from zbfx.passes.nodes import expression, is_random, is_view, storage_owner, value_bytes
@@ -45,7 +44,6 @@ class Content:
 def extract(split: Split) -> tuple[Stage, ...]:
     """The stages of a split joint graph."""
     placed = split.placed
-    refuse_values_against_the_order(split)
     stage_at = [placed.stage_of[node] for node in placed.line.forward]
     keys = [(stage, kind) for stage in range(placed.stage_count) for kind in (Kind.F, Kind.B, Kind.W)]
     outputs: dict[PhaseKey, list[tuple[fx.Node, Port]]] = defaultdict(list)
@@ -76,27 +74,6 @@ def extract(split: Split) -> tuple[Stage, ...]:
             )
         )
     return tuple(stages)
-
-
-def refuse_values_against_the_order(split: Split) -> None:
-    """Raise where a value would never arrive. In any schedule, forwards pass values from earlier stages to later ones,
-    and backwards from later stages to earlier ones."""
-    stage_of = split.placed.stage_of
-    for node, kind in split.phase_of.items():
-        here = stage_of[node]
-        for source in (source for source in node.all_input_nodes if source in split.phase_of):
-            there, made_in = stage_of[source], split.phase_of[source]
-            if made_in is Kind.F:
-                arrives = there < here or kind is not Kind.F
-            else:
-                arrives = there > here and made_in is Kind.B and kind is not Kind.F
-            if here != there and not arrives:
-                raise ZbfxError(
-                    f"the {kind} of stage {here} would read {source.name}, which the {made_in} of stage {there} makes, "
-                    f"at {node.meta.get('stack_trace') or 'an unknown line'}: forwards pass values to later stages and "
-                    f"backwards to earlier ones, so that these two would wait for each other. This is a fault of zbfx: "
-                    f"please report the model; until then, cut it elsewhere (cuts=)"
-                )
 
 
 def content_of(split: Split, key: PhaseKey, outputs: list[tuple[fx.Node, Port]]) -> Content:

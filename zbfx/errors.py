@@ -52,7 +52,8 @@ class BrokenGraph(ZbfxError):
     def __init__(self, after: str, rule: str, invariant: str, where: object, expected: object, found: object) -> None:
         super().__init__(
             f"{after} gave a graph that breaks {rule} ({invariant.rstrip('.')}). {where}: expected {expected}; found "
-            f"{found}. If {after} is a pass of yours, mend it; else this is a fault of zbfx: please report the model"
+            f"{found}. If {after} is a pass of yours, mend it; else this is a fault of zbfx: please report "
+            f"the model; until then, cut it elsewhere (cuts=)"
         )
         self.after, self.rule = after, rule
 

@@ -69,14 +69,14 @@ def test_a_step_after_other_calls_says_so(launch: Launch) -> None:
 
 def test_ranks_that_call_the_same_with_other_numbers_hear_of_it(launch: Launch) -> None:
     found = launch(3, calls.other_arguments)
-    state = "'growth_factor': 2.0, 'backoff_factor': 0.5, 'growth_interval': 2000, '_growth_tracker': 0}"
+    state = "{'_growth_tracker': 0, 'backoff_factor': 0.5, 'growth_factor': 2.0, 'growth_interval': 2000"
     at_once = {
         "seed": "bind: all ranks pass the same arguments; found seed is 3 on rank 0, 4 on rank 1",
         "max_norm": "PostValidated: all ranks pass the same arguments; found max_norm is 1.0 on rank 0, 2.0 on rank 2",
         "max_norm of one": "PostValidated: all ranks pass the same arguments; found max_norm is None on rank 0, 1.0 on "
         "rank 1",
         "grad_scaler": "PostValidated: all ranks pass the same arguments; found grad_scaler is "
-        f"{{'scale': 1.0, {state} on rank 0, {{'scale': 2.0, {state} on rank 1",
+        f"{state}, 'scale': 1.0}} on rank 0, {state}, 'scale': 2.0}} on rank 1",
     }
     for rank, results in found.items():
         for case, text in at_once.items():

@@ -369,7 +369,7 @@ def test_stages_that_would_wait_for_each_other_are_refused(option: str, monkeypa
     """As if the first stage alone recomputed what the cut divides: its backward is the last to run."""
     problem = Problem(Checkpointed(), squares, (numbers(6, 5, WIDTH),))
     step = compiled(problem, 2, 3, cuts=["blocks.2.query"]).run_local(on_new_shape=option)
-    refusal = r"the B of stage 1 would read \w+, which the B of stage 0 makes, at .*test_symbols.py:\d+ in blocks.2"
+    refusal = r"stage 1: expected values that come to it; found \w+ of stage 0, at .*test_symbols.py:\d+ in blocks.2"
     with monkeypatch.context() as patched:
         patched.setattr(partition, "recompute_within_stages", lambda joint, line, stage_of: (joint, line))
         with pytest.raises(ZbfxError, match=refusal):
