@@ -16,6 +16,7 @@ from tests.processes.tensor_parallel_worker import local_part
 from tests.processes.worker import refusal, train
 from tests.support.models import Problem, mlp
 from tests.support.reference import compiled, relative_error
+from zbfx.optim import PostValidated
 
 STEPS = 3
 
@@ -141,3 +142,62 @@ def strange_meshes(rank: int) -> dict[str, Any]:
     sharded = compiled(problem, 2, M)
     results["other shards"] = refusal(partial(sharded.bind, mesh, independent=("ep",)))
     return results
+
+
+def tied(microbatches: int) -> Problem:
+    """The first block's product is used again by the last one's: ranks share a parameter."""
+    problem = blocks(microbatches)
+    problem.model[-1].up = problem.model[0].up  # type: ignore[index]
+    return problem
+
+
+CLIPS = [(1e-2, 2.0), (1e-3, float("inf")), (1e-2, 1.0), (1e-2, 3.0), (1e6, 2.0)]  # all but the last one clip
+
+
+@in_double_precision
+def clipped(rank: int, names: tuple[str, ...], is_tied: bool, **options: Any) -> dict[str, Any]:
+    """Norms, and gradients or what steps with them make of the parameters, beside torch's on one process."""
+    make = tied if is_tied else blocks
+    mesh, replicas = twos(*names), 2 if "dp" in names else 1
+    plain, whole = make(M * replicas), make(M * replicas)
+    if "tp" in names:
+        distribute(whole.model, mesh["tp"])
+    replica = mesh.get_local_rank("dp") if replicas > 1 else 0
+    own = part(whole, replica, replicas)
+    step = compiled(own, 2, M).bind(mesh, **options)
+    optimizers = [torch.optim.SGD(p, lr=1.0) for p in (plain.model.parameters(), step.parameters())]
+    results: dict[str, Any] = {"norms": [], "expected": []}
+    for max_norm, norm_type in CLIPS:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        step(*own.inputs, *own.targets)
+        nn.functional.mse_loss(plain.model(*plain.inputs), *plain.targets).backward()
+        results["expected"].append(torch.nn.utils.clip_grad_norm_(plain.model.parameters(), max_norm, norm_type).item())
+        results["norms"].append(step.clip_grad_norm_(max_norm, norm_type).item())
+        for optimizer in optimizers:
+            optimizer.step()
+    if step.engine.shards is not None:
+        step.collect()
+    named, wanted = dict(whole.model.named_parameters()), dict(plain.model.named_parameters())
+    results["errors"] = {
+        name: relative_error(parameter.detach(), local_part(wanted[name].detach(), named[name]))
+        for name, parameter in step.engine.runners[0].parameters.items()
+    }
+    results["wrong"] = refusal(lambda: step.clip_grad_norm_(-1.0))
+    results["validated"] = refusal(lambda: PostValidated(optimizers[1], step, max_norm=1.0))
+    step.close()
+    return results
+
+
+def clipped_shards(rank: int, names: tuple[str, ...], is_tied: bool) -> dict[str, Any]:
+    found: dict[str, Any] = clipped(rank, names, is_tied, zero=1)
+    return found
+
+
+@in_double_precision
+def other_clips(rank: int) -> dict[str, Any]:
+    """Ranks that clip to other norms hear of it."""
+    problem = blocks(M)
+    step = compiled(problem, 2, M).bind()
+    step(*problem.inputs, *problem.targets)
+    return {"other": refusal(lambda: step.clip_grad_norm_(1.0 + rank))}

@@ -6,7 +6,7 @@ import pytest
 
 from tests.processes import meshes_worker as worker
 from tests.processes.test_processes import refusals
-from tests.support.pool import Launch
+from tests.support.pool import Launch, Scenario
 
 ORDERS = [("pp", "dp"), ("dp", "pp"), ("pp", "tp"), ("tp", "pp"), ("dp", "tp", "pp"), ("pp", "tp", "dp")]
 
@@ -80,3 +80,38 @@ def test_pipelines_that_are_declared_independent_train_apart(launch: Launch) -> 
         loss, expected = ranks["apart"]
         assert loss == pytest.approx(expected, rel=1e-12)
         assert loss != found[(rank + 1) % 2 + 2 * (rank // 2)]["apart"][0]
+
+
+CLIPPED = [
+    (("pp",), True, worker.clipped),
+    (("pp", "dp"), True, worker.clipped),
+    (("pp", "dp"), True, worker.clipped_shards),
+    (("dp", "pp"), False, worker.clipped_shards),
+    (("pp", "tp"), False, worker.clipped),
+    (("tp", "pp", "dp"), False, worker.clipped_shards),
+]
+
+
+@pytest.mark.parametrize(
+    ("names", "is_tied", "scenario"), CLIPPED, ids=[f"{'-'.join(n)} {s.__name__}" for n, _, s in CLIPPED]
+)
+def test_clipping_equals_that_of_one_process(
+    launch: Launch, names: tuple[str, ...], is_tied: bool, scenario: Scenario
+) -> None:
+    """Over ranks, replicas, shards of ZeRO-1 and of DTensors, with a parameter that ranks share; and steps after it."""
+    results = launch(2 ** len(names), scenario, names, is_tied)
+    for found in results.values():
+        assert found["norms"] == pytest.approx(found["expected"], rel=1e-12)
+        assert len(found["norms"]) == 5
+        assert len(found["errors"]) >= 12
+        assert max(found["errors"].values()) < 1e-10
+    for message in refusals(results, "wrong", "ZbfxError"):
+        assert "max_norm is a number >= 0" in message
+    if "tp" in names:
+        for message in refusals(results, "validated", "ZbfxError"):
+            assert "found a mesh with the dimension 'tp'. Step the optimizer itself, after" in message
+
+
+def test_ranks_that_clip_to_other_norms_hear_of_it(launch: Launch) -> None:
+    for message in refusals(launch(2, worker.other_clips), "other", "ZbfxError"):
+        assert message.endswith("found max_norm is 1.0 on rank 0, 2.0 on rank 1")

@@ -182,6 +182,14 @@ class Channels:
         dist.broadcast(value, src=self.place.peers[0], group=self.peers)
         return value
 
+    def reduce(self, value: Tensor, *, is_largest: bool, over_replicas: bool) -> None:
+        """Overwrite `value` with its sum over all ranks and shards, and over the replicas if asked, or with the largest
+        one."""
+        operation = dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM
+        groups = [self.family if over_replicas else self.group, *([] if self.shards is None else [self.shards])]
+        for group in groups:
+            dist.all_reduce(value, op=operation, group=group)
+
     def barrier(self) -> None:
         """Wait until every rank's device has come this far, in all replicas."""
         with waiting(self.name, "the other ranks or replicas, one of which"):

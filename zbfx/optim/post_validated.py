@@ -360,6 +360,12 @@ def checked_optimizer(optimizer: torch.optim.Optimizer, step: Step) -> torch.opt
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, PostValidated):
         raise ZbfxError(f"PostValidated wraps an optimizer of torch; found {type(optimizer).__name__}")
     arguments.refuse_closures(optimizer)
+    channels = step.engine.channels
+    if channels is not None and channels.place.shard_count > 1:
+        raise ZbfxError(
+            "PostValidated comes to its verdict among the ranks of one shard, and shards of a model need one verdict; "
+            "found a mesh with the dimension 'tp'. Step the optimizer itself, after step.clip_grad_norm_(max_norm)"
+        )
     known = {id(tensor) for tensor in Trained.of(step).parameters.values()}
     strange = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
     if strange:

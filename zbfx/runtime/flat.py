@@ -26,7 +26,7 @@ class Shards:
     model's parameters become views of flat tensors, `flat` by bucket, of which a shard is a contiguous part."""
 
     def __init__(self, buckets: Sequence[Bucket], named: Mapping[str, Tensor], replica: int, replicas: int) -> None:
-        self.replica, self.replicas = replica, replicas
+        self.buckets, self.replica, self.replicas = tuple(buckets), replica, replicas
         self.flat: dict[str, Tensor] = {}
         self.parameters: dict[str, nn.Parameter] = {}  # by bucket
         self.views: dict[str, Tensor] = {}

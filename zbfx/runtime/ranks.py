@@ -66,6 +66,9 @@ class AllHere:
     def add_up(self, state: Tensor) -> None:
         """Overwrite `state` with its sum over all processes of the pipeline."""
 
+    def reduce(self, value: Tensor, *, is_largest: bool, over_replicas: bool) -> None:
+        """Overwrite `value` with its sum over all processes that hold parts of the model, or with the largest one."""
+
     def watched(self) -> AbstractContextManager[None]:
         """What the device must get through in time."""
         return nullcontext()
@@ -178,6 +181,9 @@ class OneOfMany:
 
     def add_up(self, state: Tensor) -> None:
         dist.all_reduce(state, group=self.channels.group)
+
+    def reduce(self, value: Tensor, *, is_largest: bool, over_replicas: bool) -> None:
+        self.channels.reduce(value, is_largest=is_largest, over_replicas=over_replicas)
 
     def watched(self) -> AbstractContextManager[None]:
         return self.channels.watched()

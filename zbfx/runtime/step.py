@@ -16,6 +16,7 @@ from zbfx._torch import uncompiled
 from zbfx.compiled import Compiled
 from zbfx.errors import InputError, NonFiniteStep, PipelineFault, ZbfxError
 from zbfx.runtime.captured import Launched
+from zbfx.runtime.clipping import checked_norms, clip
 from zbfx.runtime.engine import Batch, Engine, T
 from zbfx.runtime.engines import Engines, Variant
 from zbfx.runtime.options import StepOptions
@@ -58,12 +59,14 @@ class Step:
     ) -> None:
         self.options, self.ranks, self.launch, self.modes = options, ranks, launch, source.modes
         trained = {name: p for runner in engine.runners for name, p in runner.parameters.items()}
+        self.source = source
         self.watch = Watch(source, engine.pipe.device, trained | engine.parameters, engine.pipe.joint.replaced)
         self.engines = Engines(engine, options, ranks, launch, variant, self.watch.check_tensors)
         self.verdict: str | None = None
         self.losses: tuple[Tensor, ...] = ()  # of the last step's microbatches, on the rank that computes them
         self.count = 0
         self.optimizer: Optimizer | None = None
+        self.clips: set[str] = set()  # the calls of `clip_grad_norm_` whose arguments were compared
         self.fault: str | None = None  # why no further step can run
         self.is_closed = False
         self.lock = threading.RLock()  # held by the thread that is inside a call
@@ -153,6 +156,24 @@ class Step:
             return Profile(engine.pipe.schedule, tuple(spans for process in everywhere for spans in process))
 
     @uncompiled
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients so that their norm over the whole model is `max_norm` at most; returns the norm before.
+
+        It is that of `torch.nn.utils.clip_grad_norm_` on a model in one process: over all ranks and shards, with shared
+        parameters counted once, and replicas, whose gradients are summed already, not added up. All ranks call it.
+        """
+        with self.alone():
+            self.refuse_ended()
+            largest, kind = checked_norms(max_norm, norm_type)
+            if self.optimizer is not None:
+                self.optimizer.settle()
+            call = f"clip_grad_norm_({largest!r}, {kind!r})"
+            if call not in self.clips:  # ranks wait for each other's arguments once; other calls have other names
+                self.agreed("clip_grad_norm_", lambda: None, {"max_norm": largest, "norm_type": kind})
+                self.clips.add(call)
+            self.begin(call)
+            return self.guarded(lambda: clip(self.engine, self.ranks, self.source.named, largest, kind))
+
     def collect(self) -> None:
         """With ZeRO-1: give the model's parameters their values after the optimizer's step, on all ranks together. The
         next step does it by itself."""

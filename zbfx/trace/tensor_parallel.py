@@ -23,6 +23,11 @@ def is_sharded(tensor: Any) -> bool:
     return isinstance(tensor, nn.Parameter) and isinstance(tensor, DTensor)
 
 
+def is_cut(tensor: Any) -> bool:
+    """Whether each process of a mesh has another part of a parameter; else all have the whole of it."""
+    return is_sharded(tensor) and any(placement.is_shard() for placement in tensor.placements)
+
+
 def local_parts(named: dict[str, Tensor]) -> dict[str, nn.Parameter]:
     """This process's part of each sharded parameter, as a plain parameter on the memory of that part."""
     return {
