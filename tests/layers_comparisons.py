@@ -120,6 +120,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/runtime/runner.py": ("addition.name in self.adds",),
     },
     "formats: keys and units of files, of the system and of arguments": {
+        "zbfx/comm/faults.py": ("state in ENDED",),
         "zbfx/cli.py": ("'model' not in given",),
         "zbfx/comm/place.py": ("RANKS not in names",),
         "zbfx/costs/tables.py": (

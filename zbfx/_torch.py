@@ -20,6 +20,7 @@ _set_pg_timeout                     2.11.0, 2.13.0   a group's timeout after its
 _c10d_functional.wait_tensor        2.11.0, 2.13.0   the end of a collective in a graph
 _detect_is_causal_mask              2.11.0, 2.13.0   nn.Transformer's look at a mask's values
 compile_fx, GmWrapper               2.11.0, 2.13.0   a graph compiled to a function that empties its argument, a list
+use_static_cuda_launcher            2.11.0, 2.13.0   which launcher compiled kernels have
 TorchDispatchMode                   2.11.0, 2.13.0   sees, and may change, what operators do
 _disable_current_modes              2.11.0, 2.13.0   modes that are on would change what is compiled
 torch.compiler flags                2.11.0, 2.13.0   what `torch.compiler.is_exporting()` answers
@@ -408,12 +409,14 @@ def same_storage(one: Tensor, other: Tensor) -> bool:
 
 def inductor(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[[list[Any]], Any]:
     """Compile a graph of aten ops for arguments like these: to a function of a list, which it empties, and in which
-    each argument dies at its last use."""
+    each argument dies at its last use. Kernels are launched by Triton's own launcher: torch's holds the interpreter's
+    lock while it waits for a place in the device's queue, and no thread could end a wait that never ends."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch warns of its own modules as it imports them
         from torch._dynamo.utils import GmWrapper
+        from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
 
-    with _disable_current_modes():
+    with _disable_current_modes(), config.patch(use_static_cuda_launcher=False):
         compiled = compile_fx(GmWrapper(module, lambda args: args), list(examples))  # type: ignore[arg-type]
     return cast(Callable[[list[Any]], Any], compiled)

@@ -268,11 +268,12 @@ class Pipeline:
             place = on_all_ranks("bind", finding, compared(options))
             with waiting(place.name, "the other ranks in bind, one of which"):
                 ranks = OneOfMany(Channels(place, self.device, timedelta(seconds=timeout_s), transport))
-            link = measured_link(ranks.channels) if self.compiled.options.measures and ranks.replicas > 1 else None
-            compiled = replicated(self.compiled, ranks.replicas, link)
-            compiled = compiled.sharded() if zero else compiled
-            variants = Variants(compiled, self.source, ranks, symbolic=options.is_symbolic)
-            with waiting(place.name, "the other ranks in bind, one of which"):
+            with ranks.binding():
+                measures = self.compiled.options.measures and ranks.replicas > 1
+                link = measured_link(ranks.channels) if measures else None
+                compiled = replicated(self.compiled, ranks.replicas, link)
+                compiled = compiled.sharded() if zero else compiled
+                variants = Variants(compiled, self.source, ranks, symbolic=options.is_symbolic)
                 return bound_step(compiled, self.source, self.compiler, ranks, options, variants.of)
 
     def __repr__(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 import time
 import warnings
@@ -279,6 +280,56 @@ def failing(device: torch.device) -> None:
         step(*batch).item()
 
 
+def index_out_of_bounds(box: list[Any]) -> Any:
+    """A CUDA error that stays: nothing can run on the device after it."""
+    values, index = torch.zeros(1, device="cuda"), torch.tensor([5], device="cuda")
+    values[index].sum().item()
+    raise AssertionError("a device-side assert")
+
+
+def run_out(box: list[Any]) -> Any:
+    return torch.empty(1 << 60, dtype=torch.uint8, device="cuda")
+
+
+def die(box: list[Any]) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+FAILURES: dict[str, Callable[[list[Any]], Any]] = {
+    "cuda error": index_out_of_bounds,
+    "out of memory": run_out,
+    "raise": lambda box: 1 / 0,
+    "killed": die,
+}
+
+
+def fault(device: torch.device) -> None:
+    """Rank 1 fails: a phase in its first step (while rank 0 may load, or wait) or in its third, its optimizer, or
+    between calls. Rank 0 does not look at losses: it launches steps until its queue is full. What each rank raises is
+    written beside when it was, and the rank's end is as its user's would be: by the exception."""
+    model, batch = model_and_batch(SMALL, MICROBATCHES * 2, device)
+    _, _, folder, backend, failure, place = sys.argv
+    pipe = compiled(model, batch, MICROBATCHES, schedule="zb-h1", backend=backend, check=False)
+    step = pipe.bind(timeout_s=120.0, transport=transports()[-1])  # NCCL where there are two GPUs
+    begun = Path(folder) / "begun"
+    fails_at = 0 if place == "first step" else 2
+    inner = torch.optim.SGD(step.parameters(), lr=0.0)
+    optimizer = zbfx.optim.PostValidated(inner, step, sync=True) if place == "optimizer" else None
+    for count in range(5000):
+        if count == fails_at and dist.get_rank() == 1:
+            begun.write_text(str(time.time()))
+            if place == "optimizer":
+                setattr(inner, "step", lambda *_: FAILURES[failure]([]))  # noqa: B010
+            elif place == "between calls":
+                FAILURES[failure]([])
+            else:
+                step.engine.forget()  # captured steps are launched again
+                step.engine.runners[0].calls[-1].run = FAILURES[failure]
+        step(*batch)
+        if optimizer is not None:
+            optimizer.step()
+
+
 def missing(device: torch.device) -> None:
     """Rank 1 takes part in two steps; rank 0 queues as many as it can, and waits for rank 1 no longer than allowed."""
     model, batch = model_and_batch(SMALL, MICROBATCHES * 2, device)
@@ -451,6 +502,7 @@ SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
     "started": started,
     "failing": failing,
     "missing": missing,
+    "fault": fault,
     "loading": loading,
     "unwaited": unwaited,
     "emptied": emptied,

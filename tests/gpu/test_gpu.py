@@ -8,8 +8,10 @@ GPU two ranks share it, and NCCL stays out.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +196,72 @@ def test_a_process_whose_device_waits_in_vain_ends(tmp_path: Path, scenario: str
     done = run(2, scenario, str(tmp_path), backend)
     assert done.returncode != 0
     assert f"zbfx: rank 0 ends{reason}" in done.stderr, done.stderr[-4000:]
+
+
+FAULT_S = 15.0
+SAID = {
+    "cuda error": "CUDA error: device-side assert triggered",
+    "out of memory": "OutOfMemoryError: CUDA out of memory",
+    "raise": "ZeroDivisionError: division by zero",
+    "killed": "rank 1: its process has ended",
+}
+FAULTS = [
+    *[(backend, failure, "later step") for backend in ("eager", "inductor") for failure in SAID],
+    *[("eager", failure, "first step") for failure in SAID],
+    *[("cudagraph", failure, "later step") for failure in ("cuda error", "raise", "killed")],
+    *[("eager", failure, "optimizer") for failure in ("cuda error", "raise")],
+    *[("eager", failure, "between calls") for failure in ("cuda error", "raise", "killed")],
+]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("backend", "failure", "place"), FAULTS)
+def test_a_failure_reaches_every_rank(tmp_path: Path, backend: str, failure: str, place: str) -> None:
+    """Both ranks have printed the first one's message, and ended, within seconds; NCCL between them where there are two
+    GPUs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # Not torchrun, which ends the others once one has ended; its store, as there, lives in a process that is no rank.
+    store = f"TCPStore('127.0.0.1', {port}, is_master=True, wait_for_workers=False)"
+    serve = f"import torch.distributed as dist, time; store = dist.{store}; time.sleep(100)"
+    server = subprocess.Popen([sys.executable, "-c", serve])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "tests/gpu/gpu_worker.py", "fault", str(tmp_path), backend, failure, place],
+            cwd=ROOT,
+            env={**os.environ, **environment(rank, port)},
+            stderr=(tmp_path / f"stderr {rank}").open("w"),
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in ranks:
+            process.wait(100)
+        ended = time.time()
+    finally:
+        for process in (*ranks, server):
+            process.kill()
+    said = [(tmp_path / f"stderr {rank}").read_text() for rank in range(2)]
+    for rank in range(2):
+        if rank == 0 or failure != "killed":
+            line = next((line for line in said[rank].splitlines() if line.startswith("zbfx: ")), "")
+            assert "rank 1" in line, said[rank][-4000:]
+            assert SAID[failure] in said[rank], said[rank][-4000:]
+        assert ranks[rank].returncode != 0
+    assert ended - float((tmp_path / "begun").read_text()) < FAULT_S, said
+
+
+def environment(rank: int, port: int) -> dict[str, str]:
+    """What torchrun tells a rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "OMP_NUM_THREADS": "1",
+        "LIMIT_S": "90",
+    }

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import traceback
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +18,15 @@ from torch import Tensor
 from zbfx._torch import group_store, join_shards, sum_shards
 from zbfx.comm import process_groups
 from zbfx.comm.copies import OTHER_STREAMS, CopyLine, Lines, Pair, drained, open_lines, room
+from zbfx.comm.faults import Uncaught, known_fault, process_here
 from zbfx.comm.history import History
-from zbfx.comm.overdue import Overdue, Progress
+from zbfx.comm.overdue import Overdue, Progress, bound_exit, end_process, ends_within, say
 from zbfx.comm.place import Place
 from zbfx.comm.process_groups import NCCL_BLOCKS, NCCL_REDUCTION_BLOCKS, Bounded, Library, Transfer, library_for
 from zbfx.comm.together import waiting
 from zbfx.errors import SAME_CALLS, PipelineFault, ZbfxError, listed
 
+CLOSE_S = 5.0  # how long it may take to let go of everything after a failure
 GIVEN_UP = 0x7FFFFFFF  # the tag of receives that are given up, to close a group's connections
 
 
@@ -62,11 +65,17 @@ class Channels:
             self.shards = self.own_group(place.shard_lines(), library=Library.GLOO)
         self.history = History(self.name, group_store(self.family), weakref.WeakMethod(self.differ))
         weakref.finalize(self, self.history.end)
+        weakref.finalize(self, self.history.leave)
+        self.hook = Uncaught(weakref.WeakMethod(self.uncaught))
+        weakref.finalize(self, self.hook.forget)
         self.progress, self.overdue = None, None
         if device.type == "cuda":
             allowed = f"bind(timeout_s=...) allows {timeout.total_seconds():g} s for a step, compiling included"
             self.progress = Progress(device)
-            self.overdue = Overdue(self.name, timeout, allowed, self.progress, self.history.known_fault)
+            (here, _), found = process_here(), self.gather(process_here())
+            near = {name: p for name, (place_of, p) in zip(place.names(), found, strict=True) if place_of == here}
+            fault = partial(known_fault, self.history, near)
+            self.overdue = Overdue(self.name, timeout, allowed, self.progress, fault)
             weakref.finalize(self, self.overdue.close)
         self.pairs: dict[Pair, dist.ProcessGroup] = {}
         self.lines: Lines = {}
@@ -244,9 +253,10 @@ class Channels:
         if self.progress is not None:
             self.progress.advance()
 
-    def fail(self, error: BaseException) -> str:
-        """Tell the other ranks why this one fails, or learn why they do; returns the first failure of all ranks. Closes
-        all connections, so that ranks that wait for this one fail at once."""
+    def fail(self, error: BaseException, let_go: Callable[[], None] = lambda: None) -> str:
+        """Tell the other ranks why this one fails, or learn why they do, and then the user; returns the first failure
+        of all ranks. After that `let_go` of what is on its way, and close all connections, so that ranks that wait for
+        this one fail at once. This process ends if that takes too long, as it may on a device that is broken."""
         self.history.close()
         if self.overdue is not None:
             self.overdue.close()
@@ -254,16 +264,34 @@ class Channels:
         waited = isinstance(error, PipelineFault) and error.waited
         own = str(error) if isinstance(error, PipelineFault) else f"{self.name}: {said}"
         first = self.history.first_fault(own, waited=waited)
+        say(first)
+        if self.device.type == "cuda":
+            bound_exit()
         traceback.clear_frames(error.__traceback__)  # pending operations in their locals keep connections open
-        lines, self.lines = self.lines, {}  # other ranks may still write to their memory: it is never freed
-        if lines and self.overdue is not None:
+
+        def abandon() -> None:
+            lines, self.lines = self.lines, {}  # other ranks may still write to their memory: it is never freed
             with suppress(Exception):  # a device that is broken for good waits for nothing
-                self.overdue.failed(first, drained(lines.values()))
-        self.close()
+                if lines and self.overdue is not None:
+                    self.overdue.failed(first, drained(lines.values()))
+            with suppress(Exception):
+                let_go()
+            self.close()
+
+        if not ends_within(CLOSE_S, abandon):
+            end_process(f"{self.name} ends, for it has failed, and its connections do not close. {first}")
         return first
+
+    def uncaught(self, error: BaseException) -> None:
+        """An exception ends this process, outside of any call: the other ranks hear of it."""
+        if not self.history.closed:
+            said = f"{type(error).__name__}: {error}".removesuffix(": ")
+            self.fail(PipelineFault(f"{self.name}, outside of its calls: {said}"))
 
     def close(self) -> None:
         self.history.close()
+        self.history.leave()
+        self.hook.forget()
         if self.overdue is not None:
             self.overdue.close()
         lines, self.lines = self.lines, {}
@@ -273,7 +301,8 @@ class Channels:
             for line in lines.values():
                 line.free()
         for group in self.groups():
-            dist.destroy_process_group(group)
+            with suppress(Exception):  # the others are closed all the same
+                dist.destroy_process_group(group)
         self.pairs.clear()
         self.group = self.family = self.peers = self.control = self.shards = None
 

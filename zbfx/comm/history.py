@@ -90,6 +90,16 @@ class History:
             self.put(Call(self.calls[-1].number + 1, CLOSE))
             self.difference()
 
+    def leave(self) -> None:
+        """This process takes no part any more: its end is no failure. That of a fork never was one."""
+        if os.getpid() == self.process:
+            with suppress(Exception):  # the process that holds the store is gone
+                self.store.set(f"{self.name} left", "")
+
+    def has_left(self, name: str) -> bool:
+        """Whether another rank takes no part any more."""
+        return self.store.check([f"{name} left"])
+
     def watch(self) -> None:
         while not self.closed:
             if time.monotonic() - self.begun_s > COMPARE_S and (found := self.difference()) is not None:

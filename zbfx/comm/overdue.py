@@ -6,7 +6,9 @@ nothing, because such calls may wait too: the device itself writes into memory o
 
 from __future__ import annotations
 
+import atexit
 import os
+import signal
 import sys
 import threading
 import time
@@ -18,7 +20,8 @@ import torch
 
 POLL_S = 0.5
 GRACE_S = 3.0  # how long a step may take once another rank is known to have failed
-LAST_WORDS_S = 30.0  # how long a device may take after its process has failed: it may wait for messages in vain
+LAST_WORDS_S = 8.0  # how long a device may take after its process has failed: it may wait for messages in vain
+EXIT_S = 5  # how long a process that has failed may take to end
 
 
 class Progress:
@@ -37,16 +40,47 @@ class Progress:
         return int(self.on_host)
 
 
-def end_process(reason: str) -> None:
+def say(reason: str) -> None:
+    """Print for the user what this process or another has failed with."""
     with suppress(OSError, ValueError):  # nobody listens
-        sys.stdout.flush()
-    with suppress(OSError, ValueError):
         print(f"zbfx: {reason}", file=sys.stderr, flush=True)
+
+
+def end_process(reason: str) -> None:
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    say(reason)
     os._exit(1)
 
 
-def start(watch: Callable[[], None]) -> None:
-    threading.Thread(target=watch, name="zbfx overdue", daemon=True).start()
+def start(watch: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=watch, name="zbfx overdue", daemon=True)
+    thread.start()
+    return thread
+
+
+def ends_within(limit_s: float, work: Callable[[], None]) -> bool:
+    """Do work whose errors mean nothing, in a thread of its own; whether it has ended in time."""
+
+    def quietly() -> None:
+        with suppress(Exception):
+            work()
+
+    thread = start(quietly)
+    thread.join(limit_s)
+    return not thread.is_alive()
+
+
+def bound_exit() -> None:
+    """From now on this process ends within `EXIT_S` once it begins to end. Destructors of a broken device's connections
+    may wait for ever, and the system's alarm needs no thread of Python."""
+    atexit.unregister(arm)
+    atexit.register(arm)
+
+
+def arm() -> None:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(EXIT_S)
 
 
 class Overdue:

@@ -16,7 +16,7 @@ from zbfx.comm.together import exchange
 
 NCCL_BLOCKS = 2  # thread blocks per communicator: enough to hide a message behind an action
 NCCL_REDUCTION_BLOCKS = 8  # of a communicator that reduces gradients beside the last Ws
-MEETING = timedelta(seconds=30)  # how long processes that are all about to create a group wait for each other
+MEETING = timedelta(seconds=10)  # how long processes that are all about to create a group wait for each other
 
 
 class Library(Enum):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from zbfx.errors import SAME_CALLS, PipelineFault, ZbfxError, listed
@@ -21,10 +22,11 @@ def is_alone() -> bool:
 
 @contextmanager
 def waiting(who: str, what: str) -> Iterator[None]:
-    """What torch.distributed raises in here becomes a `PipelineFault`: `who` waits for `what`."""
+    """What torch.distributed raises in here becomes a `PipelineFault`: `who` waits for `what`. Errors of this process's
+    own device stay what they are."""
     try:
         yield
-    except ZbfxError:
+    except (ZbfxError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except RuntimeError as error:
         raise PipelineFault(

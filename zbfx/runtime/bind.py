@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbfx.comm.place import Place, find_place
+from zbfx.comm.together import waiting
 from zbfx.compiled import Compiled
 from zbfx.errors import ZbfxError
 from zbfx.program.boxed import Compiler
@@ -57,12 +58,13 @@ def bound_step(
     holders = parameter_holders(pipe.stages, pipe.placement) | buffer_holders(pipe.stages, pipe.placement)
     agree(channels, digest(pipe), partial(prepare, pipe, source, engine, holders))
     copies = [(name, first, other) for name, (first, *others) in holders.items() for other in others]
-    channels.open(pipe.message_pairs | {(first, other) for _, first, other in copies})
-    for name, first, other in copies:
-        if place.rank in (first, other):
-            channels.copy(tensors.named[name].detach(), first, other)
-    if ranks.replicas > 1:
-        refuse_other_values(channels, {name: tensors.named[name] for name in sorted(runner.tensor_names)})
+    with waiting(channels.name, "the other ranks in bind, one of which"):
+        channels.open(pipe.message_pairs | {(first, other) for _, first, other in copies})
+        for name, first, other in copies:
+            if place.rank in (first, other):
+                channels.copy(tensors.named[name].detach(), first, other)
+        if ranks.replicas > 1:
+            refuse_other_values(channels, {name: tensors.named[name] for name in sorted(runner.tensor_names)})
     compared = {name: tensors.named[name] for name in holders if name not in source.local}
     warn_of_other_values(channels, compared, runner.tensor_names)
     if pipe.reductions and pipe.reductions[place.rank].shards:

@@ -103,7 +103,7 @@ def attempted(call: PhaseCall, stage: Stage, positive: Collection[str], device: 
         try:
             with Unchecked() if checks else nullcontext():
                 return run(box)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except REFUSALS:
             return instead()

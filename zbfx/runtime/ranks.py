@@ -3,8 +3,8 @@ Calls that other ranks make too are collective: every rank makes them, in the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from zbfx.comm.history import CLOSE
 from zbfx.comm.local import LocalTransport, Mailbox
 from zbfx.comm.together import agreed
 from zbfx.compiled import Compiled
-from zbfx.errors import InputError
+from zbfx.errors import InputError, PipelineFault, ZbfxError
 from zbfx.program.codegen import Program
 from zbfx.program.ops import Transport
 from zbfx.runtime.agreement import batch_hashes, refuse_other_batches
@@ -73,9 +73,10 @@ class AllHere:
         """What the device must get through in time."""
         return nullcontext()
 
-    def fail(self, error: BaseException) -> str | None:
-        """Tell the other ranks why this one fails, or learn why they do; the first failure of all. None: nobody else
-        has to hear of it, and the step can be called again."""
+    def fail(self, error: BaseException, let_go: Callable[[], None]) -> str | None:
+        """Tell the other ranks why this one fails, or learn why they do; the first failure of all. Then `let_go` of
+        what is on its way. None: nobody else has to hear of it, and the step can be called again."""
+        let_go()
         return None
 
     def leave(self) -> None:
@@ -188,8 +189,21 @@ class OneOfMany:
     def watched(self) -> AbstractContextManager[None]:
         return self.channels.watched()
 
-    def fail(self, error: BaseException) -> str | None:
-        return self.channels.fail(error)
+    def fail(self, error: BaseException, let_go: Callable[[], None]) -> str | None:
+        return self.channels.fail(error, let_go)
+
+    @contextmanager
+    def binding(self) -> Iterator[None]:
+        """What other ranks wait for in `bind`: they hear of a failure. What all refuse alike is none."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, ZbfxError) and not isinstance(error, PipelineFault):
+                raise
+            fault = self.channels.fail(error)
+            if not isinstance(error, Exception):
+                raise
+            raise PipelineFault(fault) from error
 
     def leave(self) -> None:
         self.begin(CLOSE)

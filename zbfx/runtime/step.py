@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zbfx import rng
 from zbfx._torch import uncompiled
 from zbfx.compiled import Compiled
-from zbfx.errors import InputError, NonFiniteStep, PipelineFault, ZbfxError
+from zbfx.errors import NonFiniteStep, PipelineFault, ZbfxError
 from zbfx.runtime.captured import Launched
 from zbfx.runtime.clipping import checked_norms, clip
 from zbfx.runtime.engine import Batch, Engine, T
@@ -257,15 +257,13 @@ class Step:
 
         try:
             return self.ranks.admit(taken)
-        except InputError as error:
-            if not self.ranks.all_refuse():
-                # The other ranks took their batches and wait for this one: they must hear of it.
-                self.drop()
-                self.fault = self.ranks.fail(error)
-            raise
         except PipelineFault as error:
-            self.fault = self.ranks.fail(error)
+            self.fail(error)
             raise PipelineFault(self.fault or str(error)) from error
+        except BaseException as error:
+            if not isinstance(error, Exception) or not self.ranks.all_refuse():
+                self.fail(error)  # the other ranks took their batches and wait for this one
+            raise
 
     def check_model(self, *, evaluation: bool = False) -> None:
         """Raises `InputError` if the model has changed in what its graph or its tensors do not follow."""
@@ -337,11 +335,14 @@ class Step:
             with self.ranks.watched():
                 return work()
         except BaseException as error:
-            self.drop()
-            self.fault = self.ranks.fail(error)
+            self.fail(error)
             if self.fault is None or not isinstance(error, Exception):  # Ctrl-C and exit stay what they are
                 raise
             raise PipelineFault(self.fault) from error
+
+    def fail(self, error: BaseException) -> None:
+        """No further step can run, unless nobody else takes part: the others and the user hear why."""
+        self.fault = self.ranks.fail(error, self.drop)
 
     def drop(self) -> None:
         """Forget what is on its way, after a failure: messages that wait keep connections open."""
