@@ -47,8 +47,10 @@ def longest_first(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
-    """A file runs in one worker; so do all scenarios, whose processes are started once."""
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """With `--dist loadfile` all scenarios run in one worker, too, whose processes are started once."""
+    if config.getoption("dist") != "loadfile":
+        return None
     from xdist.scheduler import LoadFileScheduling
 
     class OnePool(LoadFileScheduling):  # type: ignore[misc]
