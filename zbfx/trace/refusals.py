@@ -46,6 +46,12 @@ def refuse(error: Exception, model: nn.Module, part: str, fails_alone: Callable[
             "(functools.cache, a global, an object): one graph holds no first forward, and what is kept there now has "
             "no data. Clear it (cache_clear()), and make the tensor in __init__ (register_buffer)"
         ) from error
+    if _torch.is_stray_write(error):
+        raise TraceError(
+            f"{part} writes in place into a tensor that the model does not hold as a parameter or buffer, at "
+            f"{user_line(error)}: the write would be lost. Make it a buffer (register_buffer). A hook that is no "
+            f"method finds the model that was traced in its arguments, not in its closure"
+        ) from error
     line, module = user_line(error), module_at_work(error, model)
     has_line = bool(user_frames(error))
     at = f"at {line}" + (f" in {module}" if module else "") if has_line else f"in {part}"

@@ -23,6 +23,7 @@ from zbfx.errors import TraceError, ZbfxError, listed
 from zbfx.graphs import Joint, Port, Role, copy_graph
 from zbfx.passes.sizes import inline_sizes
 from zbfx.trace.aliases import refuse_written
+from zbfx.trace.backward_writes import claim_reads, with_written_values
 from zbfx.trace.counters import numbers_of, refuse_counters
 from zbfx.trace.decompositions import RIGHT
 from zbfx.trace.first_forward import take_made
@@ -104,7 +105,10 @@ def trace(
     def captured(objective: Objective) -> fx.GraphModule:
         try:
             with fake_mode, _torch.without_fake_logs(), _torch.decomposing(RIGHT):
-                return without_tokens(_torch.capture_joint(objective, inputs))
+                with _torch.recomputing_within(objective.recomputing):
+                    module = _torch.capture_joint(objective, inputs)
+                objective.hooks.refuse()
+                return without_tokens(with_written_values(module))
         except ZbfxError as error:
             refuse_flex_attention(error)
             raise
@@ -128,6 +132,7 @@ def trace(
     canonical = canonical_names(model, loss_fn)
     joint = as_joint(module, signature, canonical, objective.leaves)
     joint = replace(joint, replaced=frozenset(canonical[name] for name in objective.replaced))
+    claim_reads(joint)
     refuse_written(named_tensors(model, loss_fn), joint)
     return (inline_sizes(joint) if sizes else joint), signature
 
