@@ -30,6 +30,7 @@ UntypedStorage._cdata               2.11.0, 2.13.0   the address of a storage, f
 Module._parameters, ...             2.11.0, 2.13.0   the dicts of a module's parts and hooks
 _len_torch_function_stack, ...      2.11.0, 2.13.0   the function modes that are on, the default device among them
 peek_interpreter_stack              2.11.0, 2.13.0   the transforms of torch.func that are at work
+Tensor.grad_dtype                   2.11.0, 2.13.0   public since 2.10; the dtype of a tensor's gradient
 checkpoint._recomputation_hook      2.11.0, 2.13.0   what is around code that computes a checkpointed part again
 _functionalize_mutation_counter     2.11.0, 2.13.0   how often a tensor was written under the tracer
 _execution_engine.queue_callback    2.11.0, 2.13.0   runs at the end of a backward
@@ -320,6 +321,11 @@ def capture_joint(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphModule
         for node in graph_module.graph.nodes:
             node.meta["is_backward"] = node.meta.get("partitioner_tag") != "is_forward"
         return graph_module
+
+
+def gradient_dtype(parameter: nn.Parameter) -> torch.dtype | None:
+    """The dtype of a parameter's gradients; None: whichever they have. Before torch 2.10 it is the parameter's."""
+    return getattr(parameter, "grad_dtype", parameter.dtype)
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
