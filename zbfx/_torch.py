@@ -31,6 +31,7 @@ Module._parameters, ...             2.11.0, 2.13.0   the dicts of a module's par
 _len_torch_function_stack, ...      2.11.0, 2.13.0   the function modes that are on, the default device among them
 peek_interpreter_stack              2.11.0, 2.13.0   the transforms of torch.func that are at work
 Tensor.grad_dtype                   2.11.0, 2.13.0   public since 2.10; the dtype of a tensor's gradient
+_torchdynamo_orig_callable, ...     2.11.0, 2.13.0   functions and modules that torch.compile made
 checkpoint._recomputation_hook      2.11.0, 2.13.0   what is around code that computes a checkpointed part again
 _functionalize_mutation_counter     2.11.0, 2.13.0   how often a tensor was written under the tracer
 _execution_engine.queue_callback    2.11.0, 2.13.0   runs at the end of a backward
@@ -45,6 +46,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from operator import attrgetter
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import sympy
@@ -55,6 +57,7 @@ from torch._C import DispatchKey
 from torch._C._autograd import _saved_tensors_hooks_set_tracing
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
+from torch._dynamo import external_utils
 from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd import descriptors as descriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -223,7 +226,7 @@ def is_limit_of_fakes(error: BaseException) -> bool:
 
 def is_stray_write(error: BaseException) -> bool:
     """Whether code under the tracer wrote into a tensor that the tracer does not know."""
-    return "mutating a non-functional tensor" in str(error)
+    return any(words in str(error) for words in ("mutating a non-functional tensor",))
 
 
 def is_stray_fake(error: BaseException) -> bool:
@@ -360,6 +363,23 @@ def version_of(tensor: Tensor) -> int:
 def is_optimized(module: nn.Module) -> bool:
     """Whether a module is what `torch.compile` makes of another."""
     return hasattr(module, "_orig_mod")
+
+
+def is_compiled(value: object) -> bool:
+    """Whether a module or a function is compiled by `torch.compile`, or `module.compile()`."""
+    if isinstance(value, nn.Module):
+        return is_optimized(value) or value._compiled_call_impl is not None
+    return original_of(value) is not value and not getattr(value, "_torchdynamo_disable", False)
+
+
+def original_of(value: Any) -> Any:
+    """The function that a function of `torch.compile` was made of; any other value itself."""
+    if not isinstance(value, FunctionType):
+        return value
+    original: Any = getattr(value, "_torchdynamo_orig_callable", value)
+    code = getattr(original, "__code__", None)
+    inlined = code is not None and code.co_filename == external_utils.__file__  # methods of torch's own modules
+    return original.__wrapped__ if inlined else original
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:

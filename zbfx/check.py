@@ -27,6 +27,7 @@ from zbfx.program.codegen import Program, generate
 from zbfx.runtime.engine import local_runners, take_turns
 from zbfx.runtime.runner import Tensors
 from zbfx.schedule import build
+from zbfx.trace.compiled_parts import rebind_compiled, without_compiling
 from zbfx.trace.guard import Source
 from zbfx.trace.objective import Objective
 from zbfx.trace.tracer import named_tensors
@@ -163,7 +164,10 @@ def own_results(
     loss_fn = copy.deepcopy(source.loss_fn, memo) if isinstance(source.loss_fn, nn.Module) else source.loss_fn
     objective = Objective(model, loss_fn, pipe.signature, traced=False)
     results: dict[str, Tensor] = {}
-    with source.modes.traced(), torch.enable_grad(), recomputing_within(objective.recomputing):
+    for copied in (model, loss_fn):
+        if isinstance(copied, nn.Module):
+            rebind_compiled(copied, memo)
+    with source.modes.traced(), torch.enable_grad(), without_compiling(), recomputing_within(objective.recomputing):
         for index, row in enumerate(rows):
             objective.stand_ins = {name: buffer.clone() for name, buffer in objective.named_buffers()}
             loss = objective.losses(tuple(row.values()))[0]

@@ -41,7 +41,7 @@ class BackwardCode:
             before = self.state(args)
             result = hook(*args)
             if result is None and self.state(args) == before:
-                self.idle[line_of(hook)] = None
+                self.idle[hook_line(hook)] = None
             return result
 
         self.are_there = True
@@ -76,6 +76,6 @@ class BackwardCode:
             )
 
 
-def line_of(hook: Hook) -> str:
+def hook_line(hook: Hook) -> str:
     code = getattr(hook, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(hook)

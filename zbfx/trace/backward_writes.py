@@ -28,7 +28,7 @@ def with_written_values(module: fx.GraphModule) -> fx.GraphModule:
         target, value = node.args
         assert not node.users, "the tracer writes last"
         graph.erase_node(node)
-        if isinstance(target.meta["desc"], _torch.TangentAOTInput):
+        if isinstance(target.meta["desc"], _torch.descriptors.TangentAOTInput):
             continue
         if not value.meta["is_backward"]:
             with graph.inserting_before(output):
@@ -36,7 +36,7 @@ def with_written_values(module: fx.GraphModule) -> fx.GraphModule:
             copy.meta = {**value.meta, "is_backward": True}
             value = copy
         values.append(value)
-        descriptions.append(_torch.InputMutationAOTOutput(target.meta["desc"]))
+        descriptions.append(_torch.descriptors.InputMutationAOTOutput(target.meta["desc"]))
     output.args, output.meta["desc"] = (tuple(values),), descriptions
     module.graph.eliminate_dead_code()
     module.recompile()
@@ -56,8 +56,8 @@ def claim_reads(joint: Joint) -> None:
         for node in forward_readers(placeholder):
             if not is_view(node):
                 raise TraceError(
-                    f"the backward writes into {port.name}, at {line_of(written[port.name])}, which the forward reads "
-                    f"or writes, at {line_of(node)}: a pipeline runs forwards of the next microbatches before that "
+                    f"the backward writes into {port.name}, at {place_of(written[port.name])}, which the forward reads "
+                    f"or writes, at {place_of(node)}: a pipeline runs forwards of the next microbatches before that "
                     f"backward, and they would find another value than in plain PyTorch. Let the forward use a buffer "
                     f"of its own, and copy the backward's into it between steps"
                 )
@@ -67,11 +67,11 @@ def claim_reads(joint: Joint) -> None:
 def forward_readers(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes of the forward that read a value, themselves or through views."""
     for user in node.users:
-        if user.op == "call_function" and not user.meta["is_backward"]:
+        if not (user.op == "output" or user.meta["is_backward"]):
             if is_view(user):
                 yield from forward_readers(user)
             yield user
 
 
-def line_of(node: fx.Node) -> str:
+def place_of(node: fx.Node) -> str:
     return str(node.meta.get("stack_trace") or UNKNOWN_LINE).strip()

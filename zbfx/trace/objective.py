@@ -22,7 +22,7 @@ from zbfx.trace.signature import Signature
 from zbfx.trace.tensor_parallel import place_gradients
 
 MODEL_PREFIX, LOSS_PREFIX = "model.", "loss_fn."
-Tensors = Mapping[str, Tensor]
+Named = Mapping[str, Tensor]
 
 
 class Objective(nn.Module):
@@ -44,8 +44,8 @@ class Objective(nn.Module):
         self.made: list[str] = []  # the names of the tensors that such a pass made: each is a further output
         self.results = 1  # the number of outputs before these
         self.leaves: list[Tensor] = []  # the tensors to which the gradient of the loss flows
-        self.held: Tensors = {}  # parameters and buffers, as the forward and then the backward write them
-        self.stand_ins: Tensors = {}  # buffers as the forward found them, for code that recomputes
+        self.held: Named = {}  # parameters and buffers, as the forward and then the backward write them
+        self.stand_ins: Named = {}  # buffers as the forward found them, for code that recomputes
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         if self.starts_afresh:
@@ -101,12 +101,12 @@ class Objective(nn.Module):
 
         _torch.at_end_of_backward(end)
 
-    def tensors(self) -> Tensors:
+    def tensors(self) -> Named:
         """The parameters and buffers of the modules, under all their names."""
         found = (self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False))
         return dict(itertools.chain(*found))
 
-    def put(self, tensors: Tensors) -> None:
+    def put(self, tensors: Named) -> None:
         """Make these tensors the parameters and buffers of the modules, by qualified name."""
         for name, tensor in tensors.items():
             module, attribute = self.place(name)
