@@ -36,6 +36,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/selfcheck.py": ("'val' in node.meta",),
         "zbfx/trace/first_forward.py": ("node.op == 'placeholder'",),
         "zbfx/trace/loss.py": ("node.op in ('placeholder', 'output')",),
+        "zbfx/graphs.py": ("node.op == 'call_function'",),
         "zbfx/trace/backward_writes.py": ("user.op == 'output'",),
         "zbfx/trace/tracer.py": ("node.op != 'placeholder'",),
         "zbfx/verify/graph_rules.py": ("node.op == 'call_function'", "node.op == 'placeholder'"),

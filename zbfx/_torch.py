@@ -32,6 +32,7 @@ _len_torch_function_stack, ...      2.11.0, 2.13.0   the function modes that are
 peek_interpreter_stack              2.11.0, 2.13.0   the transforms of torch.func that are at work
 Tensor.grad_dtype                   2.11.0, 2.13.0   public since 2.10; the dtype of a tensor's gradient
 _torchdynamo_orig_callable, ...     2.11.0, 2.13.0   functions and modules that torch.compile made
+_check_tensor_all_with              2.11.0, 2.13.0   what torch._check_tensor_all calls
 checkpoint._recomputation_hook      2.11.0, 2.13.0   what is around code that computes a checkpointed part again
 _functionalize_mutation_counter     2.11.0, 2.13.0   how often a tensor was written under the tracer
 _execution_engine.queue_callback    2.11.0, 2.13.0   runs at the end of a backward
@@ -75,6 +76,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+DATA_DEPENDENT_SHAPE = DynamicOutputShapeException
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 # Inputs and outputs of a traced graph that keep operators with effects in order.
@@ -227,6 +229,30 @@ def is_limit_of_fakes(error: BaseException) -> bool:
 def is_stray_write(error: BaseException) -> bool:
     """Whether code under the tracer wrote into a tensor that the tracer does not know."""
     return any(words in str(error) for words in ("mutating a non-functional tensor",))
+
+
+def is_reentrant_checkpoint(error: BaseException) -> bool:
+    """Whether a backward was refused for checkpointing with `use_reentrant=True`."""
+    return any(words in str(error) for words in ("When use_reentrant=True, torch.utils.checkpoint is incompatible",))
+
+
+@contextlib.contextmanager
+def checks_in_the_graph() -> Iterator[None]:
+    """Let `torch._check_tensor_all` and its like check values wherever the graph runs, and not on fake tensors."""
+    before = torch._check_tensor_all_with
+
+    def check(error_type: type, cond: Any, message: Callable[[], object] | None = None) -> None:
+        if isinstance(cond, FunctionalTensor) and cond.dtype is torch.bool:
+            text = str(message()) if message else "found False where torch._check_tensor_all expects True"
+            ASSERT_WITH_MESSAGE(cond.all(), text)
+        else:
+            before(error_type, cond, message)
+
+    torch._check_tensor_all_with = check
+    try:
+        yield
+    finally:
+        torch._check_tensor_all_with = before
 
 
 def is_stray_fake(error: BaseException) -> bool:

@@ -177,8 +177,10 @@ class Phase:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to compute: a frozen stage's B, or the W of a stage without parameters."""
-        return not (self.results or self.gradients or self.updates or self.has_loss)
+        """Nothing to compute or check: a frozen stage's B, or the W of a stage without parameters."""
+        if self.results or self.gradients or self.updates or self.has_loss:
+            return False
+        return not any(node.is_impure() for node in self.module.graph.nodes if node.op == "call_function")
 
     def most_bytes(self, peak: int) -> int:
         """What a call holds at its worst above what was held before it, where the values of its graph take `peak`. A

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -73,9 +73,9 @@ class Objective(nn.Module):
                 return (checked_loss(model_loss(output), "the model"),)
             self.part = "loss_fn"
             loss = self.loss_fn(output, *args[self.signature.input_count :])
-            if not isinstance(loss, tuple):
+            if not isinstance(loss, tuple | list):
                 return (checked_loss(loss, "loss_fn"),)
-            return checked_loss(loss[0], "loss_fn"), checked_count(loss)
+            return checked_loss(loss[0] if loss else loss, "loss_fn"), checked_count(loss)
 
     def keep_replaced(self) -> None:
         """Write the new tensors of buffers that the model has replaced into the old ones."""
@@ -191,7 +191,7 @@ def nodes_of_backward(loss: Tensor) -> list[Any]:
     return list(found)
 
 
-def checked_count(loss: tuple[Any, ...]) -> Tensor:
+def checked_count(loss: Sequence[Any]) -> Tensor:
     """The count of a (sum, count) loss as a scalar. Raises `TraceError` for any other tuple."""
     if len(loss) != 2 or not isinstance(loss[1], Tensor) or loss[1].numel() != 1:
         raise TraceError(

@@ -107,7 +107,7 @@ def trace(
     def captured(objective: Objective) -> fx.GraphModule:
         try:
             with fake_mode, _torch.without_fake_logs(), _torch.decomposing(RIGHT):
-                with _torch.recomputing_within(objective.recomputing):
+                with _torch.recomputing_within(objective.recomputing), _torch.checks_in_the_graph():
                     module = _torch.capture_joint(objective, inputs)
                 objective.hooks.refuse()
                 return without_tokens(with_written_values(module))
