@@ -165,7 +165,9 @@ def write_what_is_copied(joint: Joint) -> None:
     for index, (value, port) in enumerate(zip(values, joint.outputs, strict=True)):
         if port.role is Role.BUFFER_UPDATE and value.target is aten.copy.default:
             source = value.args[1]
-            if isinstance(source, fx.Node) and source.meta["val"].dtype == value.meta["val"].dtype:
+            if not isinstance(source, fx.Node) or source.meta["val"].dtype != value.meta["val"].dtype:
+                continue
+            if source.meta.get("is_backward") == value.meta.get("is_backward"):  # the backward writes in B
                 values[index] = source
     output.args = (tuple(values),)
 
@@ -191,10 +193,11 @@ def clone_written_buffers(joint: Joint) -> None:
     written = {port.name for port in joint.outputs if port.role is Role.BUFFER_UPDATE}
     for placeholder, port in joint.input_ports().items():
         if port.role is Role.BUFFER and port.name in written and placeholder.users:
-            first_use = min(placeholder.users)
+            first_use, is_backward = min(placeholder.users), all(n.meta.get("is_backward") for n in placeholder.users)
             with joint.graph.inserting_before(first_use):
                 clone = joint.graph.call_function(aten.clone.default, (placeholder,))
-            clone.meta = {**placeholder.meta, "stack_trace": first_use.meta.get("stack_trace"), "is_backward": False}
+            line = first_use.meta.get("stack_trace")
+            clone.meta = {**placeholder.meta, "stack_trace": line, "is_backward": is_backward}
             for user in list(placeholder.users):
                 if user is not clone:
                     user.replace_input_with(placeholder, clone)

@@ -311,12 +311,12 @@ def glued(joint: Joint, line: Line) -> numpy.ndarray:
     for k, node in enumerate(line.forward):
         if node.target is operator.getitem and (source := node.all_input_nodes[0]) in line.position:
             forbidden[line.position[source] + 1 : k + 1] = True
-    reads = {str(n.args[0]): k for k, n in enumerate(line.forward) if n.args and is_placeholder(n.args[0])}
+    reads = {str(n.args[0]): k for n, k in line.position.items() if n.args and is_placeholder(n.args[0])}
     names = {port.name: str(node) for node, port in joint.input_ports().items()}
     for value, port in zip(joint.output_values, joint.outputs, strict=True):
         if port.role is Role.BUFFER_UPDATE and value in line.position:
-            first = reads.get(names[port.name], line.position[value])
-            forbidden[min(first, line.position[value]) + 1 : line.position[value] + 1] = True
+            ends = (line.position[value], reads.get(names[port.name], line.position[value]))
+            forbidden[min(ends) + 1 : max(ends) + 1] = True
     return forbidden
 
 

@@ -48,7 +48,10 @@ def line_up(joint: Joint) -> Line:
             position[node] = position[original[node]]
     for node in reversed(backward):
         if node not in position and node.target is not operator.getitem:
-            position[node] = max((position[user] for user in readers(node) if user in position), default=last)
+            position[node] = max(
+                (position[user] for user in readers(node) if user in position),
+                default=partner.get(node.meta.get("seq_nr"), last),
+            )
     for node in backward:
         if node not in position:
             position[node] = position[node.args[0]]  # an entry is where its tuple is

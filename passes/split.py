@@ -5,6 +5,7 @@ Gives   the phase of each node: F, B or W. B is every backward node of a stage t
         depends on; the others are W. Two refinements:
         - The first stage sends no gradient. Its B is the chain of nodes that two or more parameter gradients depend on.
         - A cheap parameter gradient is computed in B where it would keep more bytes for W than it has itself.
+        - The backward reads and writes a buffer in B, which runs microbatch after microbatch.
         An op that computes gradients of both kinds at once runs whole in B; `unsplit_notes` names these.
 Raises  nothing. Source: section 2 of the paper, for a transformer; reachability in the graph does it for any model.
 """
@@ -16,7 +17,7 @@ from collections import defaultdict
 
 from torch import fx
 
-from zbfx.graphs import Placed, Role, Split
+from zbfx.graphs import Joint, Placed, Role, Split
 from zbfx.passes.nodes import flop_formula, is_view, storage_owner, value_bytes
 from zbfx.plan import Kind
 
@@ -30,9 +31,10 @@ def split(placed: Placed) -> Split:
             backward[placed.stage_of[node]].append(node)
     phase_of = dict.fromkeys(forward, Kind.F)
     terms = set(placed.joint.outputs_of(Role.GRADIENT))
+    touching = touching_written_buffers(placed.joint)
     for stage, nodes in backward.items():
         sent = {n for n in nodes if any(placed.stage_of.get(user, stage) != stage for user in n.users)}
-        chain = ancestors(nodes, sent or shared_chain(nodes, terms))
+        chain = ancestors(nodes, (sent or shared_chain(nodes, terms)) | touching)
         for node in nodes:
             of_tuple = node.target is operator.getitem and node.args[0] in chain
             phase_of[node] = Kind.B if node in chain or of_tuple else Kind.W
@@ -69,6 +71,14 @@ def is_view_of_term(node: fx.Node, terms: set[fx.Node]) -> bool:
     return node in terms or (
         len(node.users) == 1 and user is not None and is_view(user) and is_view_of_term(user, terms)
     )
+
+
+def touching_written_buffers(joint: Joint) -> set[fx.Node]:
+    """The nodes that read or write a buffer that the graph writes."""
+    ends = zip(joint.output_values, joint.outputs, strict=True)
+    updates = {port.name: value for value, port in ends if port.role is Role.BUFFER_UPDATE}
+    reads = [node for node, port in joint.input_ports().items() if port.name in updates]
+    return {*updates.values(), *(user for node in reads for user in node.users)}
 
 
 def ancestors(nodes: list[fx.Node], targets: set[fx.Node]) -> set[fx.Node]:

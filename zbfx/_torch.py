@@ -30,16 +30,24 @@ UntypedStorage._cdata               2.11.0, 2.13.0   the address of a storage, f
 Module._parameters, ...             2.11.0, 2.13.0   the dicts of a module's parts and hooks
 _len_torch_function_stack, ...      2.11.0, 2.13.0   the function modes that are on, the default device among them
 peek_interpreter_stack              2.11.0, 2.13.0   the transforms of torch.func that are at work
+Tensor.grad_dtype                   2.11.0, 2.13.0   public since 2.10; the dtype of a tensor's gradient
+_torchdynamo_orig_callable, ...     2.11.0, 2.13.0   functions and modules that torch.compile made
+_check_tensor_all_with              2.11.0, 2.13.0   what torch._check_tensor_all calls
+checkpoint._recomputation_hook      2.11.0, 2.13.0   what is around code that computes a checkpointed part again
+_functionalize_mutation_counter     2.11.0, 2.13.0   how often a tensor was written under the tracer
+_execution_engine.queue_callback    2.11.0, 2.13.0   runs at the end of a backward
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from operator import attrgetter
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import sympy
@@ -50,6 +58,7 @@ from torch._C import DispatchKey
 from torch._C._autograd import _saved_tensors_hooks_set_tracing
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
+from torch._dynamo import external_utils
 from torch._dynamo.source import ConstantSource
 from torch._functorch._aot_autograd import descriptors as descriptors
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -61,11 +70,13 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDepende
 from torch.nn.modules import transformer
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _pytree
+from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+DATA_DEPENDENT_SHAPE = DynamicOutputShapeException
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 # Inputs and outputs of a traced graph that keep operators with effects in order.
@@ -215,6 +226,35 @@ def is_limit_of_fakes(error: BaseException) -> bool:
     return isinstance(error, kinds) or any(word in str(error) for word in words)
 
 
+def is_stray_write(error: BaseException) -> bool:
+    """Whether code under the tracer wrote into a tensor that the tracer does not know."""
+    return any(words in str(error) for words in ("mutating a non-functional tensor",))
+
+
+def is_reentrant_checkpoint(error: BaseException) -> bool:
+    """Whether a backward was refused for checkpointing with `use_reentrant=True`."""
+    return any(words in str(error) for words in ("When use_reentrant=True, torch.utils.checkpoint is incompatible",))
+
+
+@contextlib.contextmanager
+def checks_in_the_graph() -> Iterator[None]:
+    """Let `torch._check_tensor_all` and its like check values wherever the graph runs, and not on fake tensors."""
+    before = torch._check_tensor_all_with
+
+    def check(error_type: type, cond: Any, message: Callable[[], object] | None = None) -> None:
+        if isinstance(cond, FunctionalTensor) and cond.dtype is torch.bool:
+            text = str(message()) if message else "found False where torch._check_tensor_all expects True"
+            ASSERT_WITH_MESSAGE(cond.all(), text)
+        else:
+            before(error_type, cond, message)
+
+    torch._check_tensor_all_with = check
+    try:
+        yield
+    finally:
+        torch._check_tensor_all_with = before
+
+
 def is_stray_fake(error: BaseException) -> bool:
     """Whether the tracer met a fake tensor that is not one of its own, like one of an earlier pass."""
     return any(words in str(error) for words in ("Unexpected fake", "in tensor_tracker"))
@@ -228,6 +268,45 @@ def enable_saved_tensor_hooks(*_: object) -> None:
 def functional(tensor: Tensor) -> Tensor:
     """A stand-in for a tensor under the tracer. Writes into it are values of the graph and do not reach the tensor."""
     return FunctionalTensor.to_functional(tensor)
+
+
+def writes_into(tensor: Tensor) -> int:
+    """How often a tensor was written under the tracer."""
+    inner = tensor.elem if isinstance(tensor, FunctionalTensor) else None
+    return version_of(tensor) if inner is None else int(torch._functionalize_mutation_counter(inner))
+
+
+def under_the_tracer() -> list[Tensor]:
+    """The stand-ins for tensors under the tracer that anything still holds."""
+    gc.collect()
+    return [found for found in gc.get_objects() if type(found) is FunctionalTensor]
+
+
+def at_end_of_backward(work: Callable[[], None]) -> None:
+    """Do something at the end of the backward that this is called in."""
+    torch.autograd.Variable._execution_engine.queue_callback(work)
+
+
+@contextlib.contextmanager
+def recomputing_within(context: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Meanwhile, code that computes a checkpointed part again runs within a new `context()`."""
+    before = checkpointing._recomputation_hook
+
+    class Within(before):  # type: ignore[misc, valid-type]
+        def __enter__(self) -> None:
+            super().__enter__()
+            self.context = context()
+            self.context.__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            self.context.__exit__(*error)
+            super().__exit__(*error)
+
+    checkpointing._recomputation_hook = Within  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        checkpointing._recomputation_hook = before  # type: ignore[misc]
 
 
 def unwrapped(tensor: Any) -> Any:
@@ -269,8 +348,13 @@ def capture_joint(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphModule
         joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs))
         graph_module = joint.graph_module
         for node in graph_module.graph.nodes:
-            node.meta["is_backward"] = node.meta.get("partitioner_tag") == "is_backward"
+            node.meta["is_backward"] = node.meta.get("partitioner_tag") != "is_forward"
         return graph_module
+
+
+def gradient_dtype(parameter: nn.Parameter) -> torch.dtype | None:
+    """The dtype of a parameter's gradients; None: whichever they have. Before torch 2.10 it is the parameter's."""
+    return getattr(parameter, "grad_dtype", parameter.dtype)
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
@@ -307,9 +391,31 @@ def is_optimized(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod")
 
 
+def is_compiled(value: object) -> bool:
+    """Whether a module or a function is compiled by `torch.compile`, or `module.compile()`."""
+    if isinstance(value, nn.Module):
+        return is_optimized(value) or value._compiled_call_impl is not None
+    return original_of(value) is not value and not getattr(value, "_torchdynamo_disable", False)
+
+
+def original_of(value: Any) -> Any:
+    """The function that a function of `torch.compile` was made of; any other value itself."""
+    if not isinstance(value, FunctionType):
+        return value
+    original: Any = getattr(value, "_torchdynamo_orig_callable", value)
+    code = getattr(original, "__code__", None)
+    inlined = code is not None and code.co_filename == external_utils.__file__  # methods of torch's own modules
+    return original.__wrapped__ if inlined else original
+
+
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """The dict in which a module keeps its own buffers: those of its submodules are theirs."""
     return module._buffers
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The dict in which a module keeps its own parameters."""
+    return module._parameters
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -326,6 +432,11 @@ def hook_tables(module: nn.Module) -> list[dict[Any, Any]]:
     """The dicts in which a module keeps the hooks on its forward and backward."""
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     return [vars(module)[name] for name in names]
+
+
+def backward_hook_tables(module: nn.Module) -> list[dict[Any, Any]]:
+    """The dicts in which a module keeps the hooks on its backward."""
+    return [module._backward_pre_hooks, module._backward_hooks]
 
 
 def sum_shards(shard: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:

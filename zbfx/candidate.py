@@ -111,8 +111,9 @@ def mixed(forms: Sequence[Costed], divided: Split) -> Staged:
     """Stage i of the i-th form: recomputation stays within a stage."""
     stages = tuple(form.stages[index] for index, form in enumerate(forms))
     costs = tuple(form.costs.stages[index] for index, form in enumerate(forms))
-    notes = (note for index, form in enumerate(forms) for note in form.notes.get(index, ()))
-    return Staged(stages, replace(forms[0].costs, stages=costs), (*unsplit_notes(divided), *notes))
+    own = (note for index, form in enumerate(forms) for note in form.notes.get(index, ()))
+    notes = (*divided.placed.joint.notes, *unsplit_notes(divided), *own)
+    return Staged(stages, replace(forms[0].costs, stages=costs), notes)
 
 
 def rebalanced(placed: Placed, placement: Sequence[int], node_s: Seconds, options: Options, memo: Memo) -> Placed:

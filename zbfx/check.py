@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zbfx import rng
+from zbfx._torch import recomputing_within
 from zbfx.arguments import checked_seed, finite_number, kind_of
 from zbfx.comm.local import Mailbox
 from zbfx.compiled import Compiled
@@ -26,8 +27,10 @@ from zbfx.program.codegen import Program, generate
 from zbfx.runtime.engine import local_runners, take_turns
 from zbfx.runtime.runner import Tensors
 from zbfx.schedule import build
+from zbfx.trace.compiled_parts import rebind_compiled, without_compiling
 from zbfx.trace.guard import Source
 from zbfx.trace.objective import Objective
+from zbfx.trace.tracer import named_tensors
 
 
 class Values(StrEnum):
@@ -81,9 +84,10 @@ def check(pipe: Checkable, *, seed: int = 0, tolerance: float = 1e-6, floor: flo
 
     The second microbatch differs from the first in every value. Results are equal if they agree in bits, or, where a
     gradient is a sum of several contributions, within `tolerance` relative to its largest value, or to `floor` times
-    the largest value of all, where that is more. A copy of the model itself runs both microbatches too, unless it draws
-    random numbers: where its losses differ, the trace holds a value that changes from call to call. Allocates the whole
-    model on the pipeline's device; the user's tensors are not written.
+    the largest value of all, where that is more. A copy of the model itself runs both microbatches too, forward and
+    backward, unless it draws random numbers: where its losses differ, or the buffers that it writes, the trace holds a
+    value that changes from call to call. Allocates the whole model on the pipeline's device; the user's tensors are not
+    written.
 
     Random numbers may mean nothing to the model, which then raises: the values of model and example are tried next,
     then zeros. Raises `ZbfxError` if all of these fail."""
@@ -136,19 +140,22 @@ def compare_all(pipe: Compiled, source: Source, values: Values, seed: int, toler
         elif finding := compare(name, want, have, tolerance, least):
             findings.append(finding)
     findings += [Finding(name, "different", float("inf")) for name in found if name not in expected]
-    own = own_losses(pipe, source, tensors, rows)
-    for index, loss in enumerate(own):
-        rounding = torch.finfo(loss.dtype).eps ** 0.5
-        name = f"loss {index} of the model itself (a Python value that changes from call to call?)"
-        if finding := compare(name, loss, expected[f"loss {index}"], max(tolerance, rounding)):
+    own = own_results(pipe, source, tensors, rows, loss_gradient)
+    for name, value in own.items():
+        rounding = torch.finfo(value.dtype).eps ** 0.5 if value.is_floating_point() or value.is_complex() else 0.0
+        title = f"{name} of the model itself (a Python value that changes from call to call?)"
+        if finding := compare(title, value, expected[name], max(tolerance, rounding), least):
             findings.append(replace(finding, of_model=True))
     return Report(len(expected) + len(own), bitwise, tuple(findings))
 
 
-def own_losses(pipe: Compiled, source: Source, tensors: Tensors, rows: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-    """The losses of a copy of the user's model on these tensors; none if it draws random numbers."""
+def own_results(
+    pipe: Compiled, source: Source, tensors: Tensors, rows: Sequence[Mapping[str, Tensor]], loss_gradient: Tensor
+) -> dict[str, Tensor]:
+    """The losses of a copy of the user's model on these tensors, and the buffers that its forwards and backwards write;
+    nothing if it draws random numbers."""
     if any(is_random(node) for node in pipe.joint.graph.nodes):
-        return []
+        return {}
     memo: dict[int, Any] = {}
     for name, live in source.tensors.items():
         given = tensors.named[name].clone() if name in tensors.named else torch.zeros_like(live, device=pipe.device)
@@ -156,8 +163,19 @@ def own_losses(pipe: Compiled, source: Source, tensors: Tensors, rows: Sequence[
     model = copy.deepcopy(source.model, memo)
     loss_fn = copy.deepcopy(source.loss_fn, memo) if isinstance(source.loss_fn, nn.Module) else source.loss_fn
     objective = Objective(model, loss_fn, pipe.signature, traced=False)
-    with source.modes.traced(), torch.enable_grad():
-        return [objective.losses(tuple(row.values()))[0].detach() for row in rows]
+    results: dict[str, Tensor] = {}
+    for copied in (model, loss_fn):
+        if isinstance(copied, nn.Module):
+            rebind_compiled(copied, memo)
+    with source.modes.traced(), torch.enable_grad(), without_compiling(), recomputing_within(objective.recomputing):
+        for index, row in enumerate(rows):
+            objective.stand_ins = {name: buffer.clone() for name, buffer in objective.named_buffers()}
+            loss = objective.losses(tuple(row.values()))[0]
+            loss.backward(loss_gradient)
+            results[f"loss {index}"] = loss.detach()
+    now = named_tensors(model, loss_fn)
+    written = [port for port in pipe.joint.outputs if port.role is Role.BUFFER_UPDATE]
+    return results | {str(port): now[port.name].detach() for port in written}
 
 
 def largest(values: Tensor) -> float:
@@ -168,6 +186,8 @@ def largest(values: Tensor) -> float:
 
 def compare(name: str, want: Tensor, have: Tensor | None, tolerance: float, least: float = 0.0) -> Finding | None:
     """What is wrong, relative to the largest value, or to `least`. Values that are not finite must be the same."""
+    if not (want.is_floating_point() or want.is_complex()):
+        want, have = want.double(), None if have is None else have.double()
     scale = max(largest(want), least) or 1.0
     if have is None:
         return Finding(name, "lost", 1.0)

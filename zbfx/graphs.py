@@ -69,7 +69,7 @@ class Joint:
     `outputs` the flat output arguments. Node meta: `val` (a fake tensor), `is_backward`, `seq_nr` (ties a backward node
     to its forward op), `stack_trace` (the user's line). `constants` holds the tensors of CONSTANT inputs; `replaced`
     names the buffers in whose place the forward puts new tensors, like `self.count = self.count + 1`, which the graph
-    writes like those that change in place."""
+    writes like those that change in place. `notes` say what was traced otherwise than the model asks for."""
 
     graph: fx.Graph
     inputs: tuple[Port, ...]
@@ -77,6 +77,7 @@ class Joint:
     constants: Mapping[str, Tensor]
     count: TokenCount | None = None
     replaced: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.placeholders) == len(self.inputs), "a port per placeholder"
@@ -176,8 +177,10 @@ class Phase:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to compute: a frozen stage's B, or the W of a stage without parameters."""
-        return not (self.results or self.gradients or self.updates or self.has_loss)
+        """Nothing to compute or check: a frozen stage's B, or the W of a stage without parameters."""
+        if self.results or self.gradients or self.updates or self.has_loss:
+            return False
+        return not any(node.is_impure() for node in self.module.graph.nodes if node.op == "call_function")
 
     def most_bytes(self, peak: int) -> int:
         """What a call holds at its worst above what was held before it, where the values of its graph take `peak`. A

@@ -136,6 +136,12 @@ def checked_model(model: Any) -> nn.Module:
         raise ZbfxError("model is a scripted module, which cannot be traced. Pass the module it was scripted from")
     if is_optimized(model):
         raise ZbfxError("model is compiled by torch.compile. Pass the module itself, and backend='inductor' to zbfx")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            raise ZbfxError(
+                f"{name or 'model'} is wrapped in {type(module).__name__}, which would add up gradients by itself. "
+                f"Pass what it wraps (.module): for replicas, bind a DeviceMesh with the dimensions ('dp', 'pp')"
+            )
     tensors = chain(model.named_parameters(), model.named_buffers())
     if unshaped := [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]:
         raise ZbfxError(

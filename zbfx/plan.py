@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from fractions import Fraction
 from numbers import Real
@@ -65,8 +65,20 @@ def parts(action: Action) -> tuple[Action, ...]:
     return (action,)
 
 
+def plain_number(value: Any) -> Any:
+    """A number of numpy, which would overflow or round, as one of Python; any other value as it is."""
+    return value.item() if isinstance(value, Real) and hasattr(value, "item") else value
+
+
+def set_plain(record: Any) -> None:
+    """Make the fields of a frozen record that are numbers of numpy numbers of Python."""
+    for found in fields(record):
+        object.__setattr__(record, found.name, plain_number(getattr(record, found.name)))
+
+
 def require_amount(expected: str, value: Any, where: str = "") -> None:
     """Raise `ZbfxError`, with `expected` and `where` in its text, unless `value` is 0 or from `LEAST` to `LARGEST`."""
+    value = plain_number(value)
     is_number = isinstance(value, Real)
     if not is_number or not 0 <= value < math.inf:
         raise ZbfxError(f"{expected}; found {value!r}{where}")
@@ -95,6 +107,7 @@ class StageCost:
     transient_bytes: Number = 0
 
     def __post_init__(self) -> None:
+        set_plain(self)
         times = ("forward_s", "backward_input_s", "backward_weight_s")
         for name in (*times, "saved_bytes", "weight_saved_bytes", "static_bytes", "transient_bytes"):
             require_amount(f"a stage's {name} is a finite number >= 0", getattr(self, name))
@@ -129,6 +142,7 @@ class Edge:
     backward_s: Number | None
 
     def __post_init__(self) -> None:
+        set_plain(self)
         for value in (self.forward_s, self.backward_s):
             if value is not None:
                 where = f" on edge {self.source} -> {self.target}"
@@ -154,6 +168,7 @@ class CostTable:
             raise ZbfxError(
                 f"placement names a rank for each of the {len(self.stages)} stages; found {len(self.placement)} entries"
             )
+        object.__setattr__(self, "placement", tuple(map(plain_number, self.placement)))
         if set(self.placement) != set(range(max(self.placement) + 1)):
             raise ZbfxError(f"placement uses every rank from 0 up at least once; found {self.placement}")
         for edge in self.edges:

@@ -213,7 +213,8 @@ def owners(stages: Sequence[Stage]) -> dict[str, frozenset[int]]:
 
 def forward_only(joint: Joint) -> Joint:
     graph = copy_graph(joint.graph)
-    kept = [k for k, port in enumerate(joint.outputs) if port.role is not Role.GRADIENT]
+    ends = zip(joint.output_values, joint.outputs, strict=True)
+    kept = [k for k, (v, port) in enumerate(ends) if port.role is not Role.GRADIENT and not v.meta.get("is_backward")]
     output = graph.output_node()
     output.args = (tuple(output.args[0][k] for k in kept),)  # type: ignore[index]
     graph.eliminate_dead_code()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.cases.common import line_of
 from tests.refusals.common import refusal
 from tests.support.models import Problem, mlp, numbers, squares
 from tests.support.reference import assert_same, compiled, reference, stepped
-from zbfx import TraceError, ZbfxError
+from zbfx import PipelineFault, TraceError, ZbfxError
 
 WIDTH = 6
 
@@ -41,16 +43,117 @@ class Selecting(Branching):
         return h[h > 0]
 
 
+class Asserting(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        assert (h < 1e9).all()
+        return h
+
+
+class Repeating(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).repeat_interleave((x[:, 0] > -9).long(), 0)
+
+
+class Finding(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[(x[:, 0] > 0).nonzero().flatten()]
+
+
+def test_values_that_are_checked_where_steps_run() -> None:
+    """`torch._check_tensor_all` is part of the graph, with its message; a forward and a backward run on good values."""
+
+    class Checking(Branching):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._check_tensor_all(x < 100, lambda: "x is large")
+            torch._check_tensor_all(self.layer(x) > -1000)
+            return self.layer(x)
+
+    problem = Problem(Checking(), squares, (numbers(4, WIDTH),))
+    step = compiled(problem, 2, 2).run_local()
+    loss = step(*problem.inputs)
+    expected = reference(problem, 2)
+    assert_same((loss, {name: p.grad for name, p in problem.model.named_parameters()}), expected, 1e-6)
+    with pytest.raises(PipelineFault, match="x is large"):
+        step(problem.inputs[0] + 200)
+    with pytest.raises(PipelineFault, match=r"found False where torch\._check_tensor_all expects True"):
+        compiled(problem, 2, 2).run_local()(problem.inputs[0] - 1e6)
+
+
+def test_reentrant_checkpointing() -> None:
+    class Checkpointed(Branching):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda h: torch.tanh(self.layer(h)), self.layer(x), use_reentrant=True)
+
+    message = refusal(Problem(Checkpointed(), squares, (numbers(4, WIDTH),)), TraceError)
+    assert "checkpoints a part with use_reentrant=True" in message
+    assert "Pass use_reentrant=False to torch.utils.checkpoint" in message
+
+
+def test_wrapped_models() -> None:
+    """Wrappers that add up gradients by themselves, around the model or in it."""
+    problem = Problem(nn.DataParallel(Branching()), squares, (numbers(4, WIDTH),))
+    assert "model is wrapped in DataParallel" in refusal(problem)
+    inner = replace(problem, model=nn.Sequential(problem.model))
+    assert "0 is wrapped in DataParallel" in refusal(inner)
+    assert "bind a DeviceMesh with the dimensions ('dp', 'pp')" in refusal(inner)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with torch.no_grad():
+            model = nn.parallel.DistributedDataParallel(nn.Linear(WIDTH, WIDTH))
+        with pytest.raises(ZbfxError, match=r"model is wrapped in DistributedDataParallel.*Pass what it wraps"):
+            compiled(replace(problem, model=model), 1, 2)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_backward_of_the_loss_of_a_step() -> None:
+    problem = mlp(2)
+    step = compiled(problem, 2, 2).run_local()
+    for loss in (step(*problem.inputs, *problem.targets), step.evaluate(*problem.inputs, *problem.targets)):
+        with pytest.raises(ZbfxError, match=r"the loss of a step has no backward.*Leave out loss\.backward\(\)"):
+            loss.backward()
+        assert float(copy.deepcopy(loss)) == loss.item()
+
+
+def test_sums_and_counts_in_a_list() -> None:
+    """As in a tuple."""
+    problem = Problem(nn.Linear(WIDTH, WIDTH), squares, (numbers(4, WIDTH),), (torch.tensor([1, -100, 1, 1]),))
+
+    def counted(y: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        kept = targets != -100
+        return (y.square().mean(-1) * kept).sum(), kept.sum()
+
+    nothing: Any = lambda *_: []  # noqa: E731
+    functions: list[Any] = [counted, lambda y, targets: [*counted(y, targets)]]
+    losses = [
+        compiled(replace(problem, loss_fn=loss_fn), 1, 2).run_local()(*problem.inputs, *problem.targets)
+        for loss_fn in functions
+    ]
+    output = problem.model(*problem.inputs).square().mean(-1)
+    assert torch.equal(losses[0], losses[1])
+    assert torch.allclose(losses[0], output[[0, 2, 3]].mean())
+    assert "loss_fn must return a scalar loss; found list" in refusal(replace(problem, loss_fn=nothing))
+
+
 @pytest.mark.parametrize(
-    ("model", "text"),
-    [(Branching, "if h.sum() > 0"), (Routing, ".item()"), (Selecting, "h[h > 0]")],
-    ids=["if", "item", "mask"],
+    ("model", "text", "way_out"),
+    [
+        (Branching, "if h.sum() > 0", "Use torch.where for a choice between values"),
+        (Routing, ".item()", "keep numbers in tensors (no .item(), int(), .tolist())"),
+        (Asserting, "assert", "let torch._check_tensor_all check values"),
+        (Selecting, "h[h > 0]", "Compute with all entries and weigh them by a mask (x * mask"),
+        (Repeating, "repeat_interleave", "give sizes as numbers (output_size=)"),
+        (Finding, "nonzero", "find the indices outside of the model and pass them as inputs"),
+    ],
 )
-def test_control_flow_by_values(model: type[nn.Module], text: str) -> None:
+def test_control_flow_by_values(model: type[nn.Module], text: str, way_out: str) -> None:
     message = refusal(Problem(model(), squares, (numbers(4, WIDTH),)), TraceError)
     assert line_of(model.forward, text) in message
     assert "value" in message
-    assert "Use torch.where, or take the decision outside the model" in message
+    assert way_out in message
+    assert ("Use torch.where" in message) is (model in (Branching, Routing, Asserting))
 
 
 def test_error_of_the_model_itself_names_its_line() -> None:

@@ -127,6 +127,30 @@ def test_gradients_that_cannot_be_added_to(gradient: Tensor, found: str) -> None
     assert step.count == 2
 
 
+@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.float64, None])
+def test_gradients_of_another_dtype(wanted: torch.dtype | None, *, accumulated: bool) -> None:
+    """Refused before anything runs, from the first step on; the parameter's own dtype may be named."""
+    given = problem()
+    model = given.model.bfloat16()
+    given = Problem(model, given.loss_fn, tuple(tensor.bfloat16() for tensor in given.inputs))
+    step = compiled(given, 2, 2, check=False).run_local()
+    bias: Any = model.get_parameter("first.bias")
+    bias.grad_dtype = torch.bfloat16
+    step(*given.inputs)
+    bias.grad = None
+    bias.grad_dtype = wanted
+    if accumulated:
+        bias.grad = torch.zeros_like(bias, dtype=wanted or torch.float32)
+    found = f"a gradient of {wanted or torch.float32}" if accumulated else f"grad_dtype = {wanted}"
+    with pytest.raises(InputError, match=f"found {found} at first.bias, which is torch.bfloat16. Set .grad to None"):
+        step(*given.inputs)
+    assert step.count == 1
+    bias.grad, bias.grad_dtype = None, torch.bfloat16
+    step(*given.inputs)
+    assert step.count == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("change", "found", "way_out"), CHANGES.values(), ids=CHANGES.keys())
 @pytest.mark.parametrize("evaluates", [False, True], ids=["step", "evaluate"])

@@ -362,6 +362,50 @@ def test_inputs_that_others_made_are_refused() -> None:
     step(made)
 
 
+@pytest.mark.parametrize("kind", ["positional", "keyword", "target", "nested", "parameter"])
+def test_tensors_of_a_batch_that_want_a_gradient_are_refused(kind: str) -> None:
+    """Plain autograd would fill their `.grad`. Evaluation gives none in plain PyTorch either."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Any, scale: Tensor) -> Tensor:
+            return self.second(torch.tanh(self.first(x["x"]) * scale))
+
+    def given() -> dict[str, Tensor]:
+        return {name: numbers(4, WIDTH, seed=seed) for seed, name in enumerate(("x", "scale", "target"))}
+
+    problem = Problem(
+        Scaled(), nn.functional.mse_loss, ({"x": given()["x"]},), (given()["target"],), {"scale": given()["scale"]}
+    )
+    step, batch = compiled(problem, 2, 2).run_local(), given()
+    name, path = {
+        "keyword": ("scale", "scale"),
+        "target": ("target", r"targets\[0\]"),
+    }.get(kind, ("x", r"inputs\[0\]\['x'\]"))
+    batch[name] = nn.Parameter(batch[name]) if kind == "parameter" else batch[name].requires_grad_()
+    arguments = {"x": batch["x"]}, batch["target"]
+    with pytest.raises(InputError, match=f"{path} requires a gradient, .*Pass {path}.detach"):
+        step(*arguments, scale=batch["scale"])
+    halves = [
+        (({"x": x}, target), {"scale": scale})
+        for x, target, scale in zip(
+            batch["x"].detach().split(2),
+            batch["target"].detach().split(2),
+            batch["scale"].detach().split(2),
+            strict=True,
+        )
+    ]
+    with pytest.raises(InputError, match="requires a gradient"):
+        step.run_split(
+            [(({"x": x.requires_grad_()}, target), scale) for ((a, target), scale) in halves for x in a.values()]
+        )
+    assert step.count == 0
+    step.evaluate(*arguments, scale=batch["scale"])
+
+
 class Masked(nn.Module):
     """Layers of torch that, in plain PyTorch, look at the values of a mask to find out whether it is causal."""
 

@@ -162,6 +162,14 @@ def in_phase(split: Split, name: str, kind: Kind) -> Split:
     return replace(split, phase_of={**split.phase_of, node_of(split.placed.joint.graph, name): kind})
 
 
+def written_in_a_w(split: Split) -> Split:
+    joint = split.placed.joint
+    value = node_of(joint.graph, "view_1")
+    roles = [port.role is Role.BUFFER_UPDATE and "mean" in port.name for port in joint.outputs]
+    with_outputs(joint, [value if ours else v for v, ours in zip(joint.output_values, roles, strict=True)])
+    return split
+
+
 def swapped(forward: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
     return (forward[1], forward[0], *forward[2:])
 
@@ -184,6 +192,7 @@ OF_SPLITS: list[tuple[Callable[..., Any], Callable[[Split], Split]]] = [
     (graph_rules.phases_cover_the_stages, lambda split: in_phase(split, "tanh", B)),
     (graph_rules.phases_cover_the_stages, lambda split: in_phase(split, "mm_2", Kind.BW)),
     (graph_rules.weights_come_last, lambda split: in_phase(split, "mm_2", W)),
+    (graph_rules.buffers_are_written_in_order, written_in_a_w),
     (graph_rules.nothing_moves, lambda split: in_phase(split, "sum_2", B)),
 ]
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from zbfx.errors import InvalidSchedule, listed
 from zbfx.graphs import Phase, Stage
 from zbfx.plan import Action, Kind, parts
 from zbfx.program import streams
@@ -52,7 +53,11 @@ def generate(
     stages: Sequence[Stage], schedule: Schedule, reductions: Sequence[RankReductions] = (), chain: Chain | None = None
 ) -> tuple[Program, ...]:
     """One program per rank of the schedule. `reductions`, one per rank, add sums of gradients over replicas; a `chain`
-    that passes a state makes programs for an optimizer that waits for no barrier."""
+    that passes a state makes programs for an optimizer that waits for no barrier.
+
+    Raises `InvalidSchedule` where backwards would write a buffer in another order than that of the microbatches.
+    """
+    refuse_writes_out_of_order(stages, schedule)
     messages = messages_of(stages, schedule)
     shared = shared_gradients(stages, schedule.costs.placement)
     if chain is None:
@@ -61,6 +66,18 @@ def generate(
     summed: Sequence[RankReductions | None] = reductions or [None] * len(schedule.ranks)
     parts = [RankProgram(stages, schedule, messages, shared, rank, own, chain) for rank, own in enumerate(summed)]
     return tuple(part.generate() for part in parts)
+
+
+def refuse_writes_out_of_order(stages: Sequence[Stage], schedule: Schedule) -> None:
+    written = {s.index: s.phases[Kind.B].updates[0] for s in stages if s.phases[Kind.B].updates}
+    for rank, order in enumerate(schedule.ranks):
+        for stage in written.keys() & {action.stage for action in order}:
+            found = [a.microbatch for a in order if a.stage == stage and a.kind in (Kind.B, Kind.BW)]
+            if found != sorted(found):
+                raise InvalidSchedule(
+                    f"rank {rank}: backwards of stage {stage} write the buffer {written[stage]}, and so run in "
+                    f"ascending order of microbatches; found {listed(found)}. Ask for another schedule"
+                )
 
 
 def optimizer_program(chain: Chain, schedule: Schedule, rank: int) -> Program:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbfx._torch import has_gradient_hooks, version_of
+from zbfx._torch import gradient_dtype, has_gradient_hooks, version_of
 from zbfx.comm.channels import Channels
 from zbfx.comm.place import Place
 from zbfx.compiled import Compiled
@@ -174,9 +174,18 @@ def refuse_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def refuse_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Gradients are added to `.grad` in place, as autograd does. Raises `InputError` where that would fail."""
+    """Gradients are added to `.grad` in place, as autograd does, and have their parameters' dtypes. Raises `InputError`
+    where that would fail, or autograd would give another dtype."""
     for name, parameter in parameters.items():
         gradient = parameter.grad
+        found = gradient_dtype(parameter)
+        if found is not parameter.dtype or (gradient is not None and gradient.dtype is not found):
+            what = f"grad_dtype = {found}" if gradient is None else f"a gradient of {gradient.dtype}"
+            raise InputError(
+                f"a step gives each gradient the dtype of its parameter; found {what} at {name}, which is "
+                f"{parameter.dtype}. Set .grad to None and .grad_dtype to {parameter.dtype}, or train parameters of "
+                f"the wider dtype under torch.autocast"
+            )
         if gradient is not None and (kind := unwritable(gradient)):
             raise InputError(
                 f"a step adds to .grad in place; found {kind} as the gradient of {name}. Set it to None "

@@ -51,6 +51,7 @@ class Engines:
 
     def batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         count = self.first.pipe.reduction.microbatches
+        self.first.pipe.signature.refuse_gradients(args, kwargs)
         engine = self.engine_for(args, kwargs, count, evaluation=False)
         return engine.with_data(engine.pipe.signature.split(args, kwargs, count))
 
@@ -64,6 +65,8 @@ class Engines:
         signature, count = self.first.pipe.signature, self.first.pipe.reduction.microbatches
         if len(batches) != count:
             raise InputError(f"expected {count} microbatches, found {len(batches)}")
+        for args, kwargs in batches:
+            signature.refuse_gradients(args, kwargs)
         self.ranks.given(signature.batch_shapes(count))
         return self.first.with_data([signature.split(args, kwargs, 1)[0] for args, kwargs in batches])
 

@@ -28,6 +28,14 @@ from zbfx.runtime.watch import Watch
 from zbfx.trace.guard import Source
 
 
+def refuse_backward(*_: object, **__: object) -> None:
+    """What `loss.backward()` does on a loss that a step has returned."""
+    raise ZbfxError(
+        "the loss of a step has no backward: the step has run it, and added the gradients to .grad of "
+        "step.parameters(). Leave out loss.backward(), and call optimizer.step()"
+    )
+
+
 class Optimizer(Protocol):
     """What a step asks of an optimizer whose steps are validated while the next forwards run (`zbfx.optim`)."""
 
@@ -317,9 +325,10 @@ class Step:
                 runner.finish_gradients()
             return results
 
-        results = self.guarded(work)
+        losses, loss = self.guarded(work)
+        loss.backward = refuse_backward  # type: ignore[method-assign]
         engine.runs += 1
-        return results
+        return losses, loss
 
     def settle_first(self, engine: Engine) -> None:
         """Settle the last optimizer step before a run in which its gradients are bound anew, and not within it."""

@@ -14,7 +14,7 @@ from fractions import Fraction
 from math import lcm
 
 from zbfx.errors import InvalidSchedule, ZbfxError
-from zbfx.plan import Action, CostTable, Kind, Number, StageCost
+from zbfx.plan import Action, CostTable, Kind, Number, StageCost, plain_number
 
 F, B, W, BW = range(4)  # the kind part of a code
 KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
@@ -25,7 +25,8 @@ Dependency = tuple[int, int]  # (group whose output is needed, ticks that it tra
 
 def exact(value: Number) -> Fraction:
     """The number as a fraction. The float 0.1 is one tenth, not the binary number next to it."""
-    return Fraction(repr(float(value))) if isinstance(value, float) else Fraction(value)
+    value = plain_number(value)
+    return Fraction(repr(value)) if isinstance(value, float) else Fraction(value)
 
 
 def exact_seconds(stage: StageCost, kind: Kind) -> Fraction:

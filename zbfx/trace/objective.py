@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -14,12 +15,14 @@ from torch.overrides import TorchFunctionMode
 
 from zbfx import _torch
 from zbfx.errors import TraceError
+from zbfx.trace.backward_code import BackwardCode, Hook
 from zbfx.trace.first_forward import FirstForward
 from zbfx.trace.refusals import LIBRARY_FOLDERS, refuse_subclass
 from zbfx.trace.signature import Signature
 from zbfx.trace.tensor_parallel import place_gradients
 
 MODEL_PREFIX, LOSS_PREFIX = "model.", "loss_fn."
+Named = Mapping[str, Tensor]
 
 
 class Objective(nn.Module):
@@ -30,7 +33,10 @@ class Objective(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.loss_fn, self.signature = model, loss_fn, signature
-        self.lines = UserLines(model) if traced else contextlib.nullcontext()
+        self.hooks = BackwardCode(self.tensors)
+        self.lines = UserLines(model, self.hooks.watched) if traced else contextlib.nullcontext()
+        if traced:
+            self.hooks.watch_modules(model)
         self.part = "the model"  # what is at work, for messages: then "loss_fn", then "the backward"
         self.replaced: set[str] = set()  # the names of buffers that the forward replaces by new tensors
         self.first = FirstForward(("", model), (LOSS_PREFIX.removesuffix("."), loss_fn))
@@ -38,19 +44,20 @@ class Objective(nn.Module):
         self.made: list[str] = []  # the names of the tensors that such a pass made: each is a further output
         self.results = 1  # the number of outputs before these
         self.leaves: list[Tensor] = []  # the tensors to which the gradient of the loss flows
+        self.held: Named = {}  # parameters and buffers, as the forward and then the backward write them
+        self.stand_ins: Named = {}  # buffers as the forward found them, for code that recomputes
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         if self.starts_afresh:
             self.first.restore()
-        buffers = dict(self.named_buffers(remove_duplicate=False))
+        self.held = self.tensors()
         place_gradients(self.model)
         loss, *count = self.losses(tensors)
-        for name, buffer in buffers.items():
-            if self.get_buffer(name) is not buffer:
-                keep_replaced(name, buffer, self.get_buffer(name))
-                self.replaced.add(name.removeprefix(MODEL_PREFIX))
-        self.leaves = leaves_of(loss)
-        loss.register_hook(self.keep_buffers)
+        self.keep_replaced()
+        nodes = nodes_of_backward(loss)
+        self.leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+        self.hooks.are_there |= any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes)
+        loss.register_hook(self.begin_backward)
         made = self.first.made() if self.starts_afresh else {}
         self.made = [name for name, (found, _) in made.items() for _ in found]
         copies = [tensor.detach().clone() for found, _ in made.values() for tensor in found]
@@ -66,20 +73,64 @@ class Objective(nn.Module):
                 return (checked_loss(model_loss(output), "the model"),)
             self.part = "loss_fn"
             loss = self.loss_fn(output, *args[self.signature.input_count :])
-            if not isinstance(loss, tuple):
+            if not isinstance(loss, tuple | list):
                 return (checked_loss(loss, "loss_fn"),)
-            return checked_loss(loss[0], "loss_fn"), checked_count(loss)
+            return checked_loss(loss[0] if loss else loss, "loss_fn"), checked_count(loss)
 
-    def keep_buffers(self, _: Tensor) -> None:
-        """Called as the backward begins. Code that recomputes reads buffers as the forward found them; its writes are
-        lost."""
+    def keep_replaced(self) -> None:
+        """Write the new tensors of buffers that the model has replaced into the old ones."""
+        for name, buffer in self.held.items():
+            module, attribute = self.place(name)
+            if attribute in (table := _torch.own_buffers(module)) and table[attribute] is not buffer:
+                write_replaced(name, buffer, table[attribute])
+                self.replaced.add(name.removeprefix(MODEL_PREFIX))
+
+    def begin_backward(self, _: Tensor) -> None:
+        """Called as the backward begins. Its code finds parameters and buffers as the forward left them."""
         self.part = "the backward"
-        for module in self.modules():
-            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-                _torch.own_buffers(module)[name] = _torch.functional(buffer)
+        before = self.tensors()
+        buffers = dict(self.named_buffers(remove_duplicate=False))
+        found = {id(buffer): _torch.functional(buffer) for buffer in buffers.values()}
+        self.stand_ins = {name: found[id(buffer)] for name, buffer in buffers.items()}
+        self.put(self.held)
+        self.hooks.begin()
+
+        def end() -> None:
+            self.keep_replaced()
+            self.put(before)
+
+        _torch.at_end_of_backward(end)
+
+    def tensors(self) -> Named:
+        """The parameters and buffers of the modules, under all their names."""
+        found = (self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False))
+        return dict(itertools.chain(*found))
+
+    def put(self, tensors: Named) -> None:
+        """Make these tensors the parameters and buffers of the modules, by qualified name."""
+        for name, tensor in tensors.items():
+            module, attribute = self.place(name)
+            tables: tuple[dict[str, Any], ...] = (_torch.own_buffers(module), _torch.own_parameters(module))
+            next(table for table in tables if attribute in table)[attribute] = tensor
+
+    def place(self, name: str) -> tuple[nn.Module, str]:
+        """The module of a parameter or buffer, and its name there."""
+        owner, _, attribute = name.rpartition(".")
+        return self.get_submodule(owner), attribute
+
+    @contextlib.contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Around code that recomputes: it reads buffers as the forward found them, and its writes are lost."""
+        self.hooks.recompute = True
+        before = self.tensors()
+        self.put(self.stand_ins)
+        try:
+            yield
+        finally:
+            self.put(before)
 
 
-def keep_replaced(name: str, before: Tensor, after: Tensor | None) -> None:
+def write_replaced(name: str, before: Tensor, after: Tensor | None) -> None:
     """Write the new tensor of a buffer that the model replaces (`self.count = self.count + 1`) into the old one."""
     if after is None or after.shape != before.shape or after.dtype != before.dtype:
         found = "nothing" if after is None else f"{after.dtype} of shape {tuple(after.shape)}"
@@ -129,19 +180,18 @@ def checked_loss(loss: Any, source: str) -> Tensor:
     return loss.reshape(()) if loss.ndim else loss
 
 
-def leaves_of(loss: Tensor) -> list[Tensor]:
-    """The tensors to which the gradient of a loss flows."""
-    found, seen, waiting = list[Tensor](), set[Any](), [loss.grad_fn]
+def nodes_of_backward(loss: Tensor) -> list[Any]:
+    """The nodes of autograd through which the gradient of a loss flows."""
+    found, waiting = dict[Any, None](), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            found += [node.variable] if hasattr(node, "variable") else []
+        if node is not None and node not in found:
+            found[node] = None
             waiting += [source for source, _ in node.next_functions]
-    return found
+    return list(found)
 
 
-def checked_count(loss: tuple[Any, ...]) -> Tensor:
+def checked_count(loss: Sequence[Any]) -> Tensor:
     """The count of a (sum, count) loss as a scalar. Raises `TraceError` for any other tuple."""
     if len(loss) != 2 or not isinstance(loss[1], Tensor) or loss[1].numel() != 1:
         raise TraceError(
@@ -157,9 +207,10 @@ def checked_count(loss: tuple[Any, ...]) -> Tensor:
 class UserLines(TorchFunctionMode):
     """Writes the user's line and the submodule at work into every node that is traced: `model.py:12 in blocks.0`."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, watched: Callable[[Hook], Hook]) -> None:
+        """`watched` gives what to register in place of a hook on the gradient of a tensor."""
         super().__init__()
-        self.modules = [""]
+        self.modules, self.watched = [""], watched
         for name, module in model.named_modules():
             module.register_forward_pre_hook(lambda _module, _args, name=name: self.modules.append(name))
             module.register_forward_hook(self.leave, always_call=True)
@@ -185,6 +236,8 @@ class UserLines(TorchFunctionMode):
                     f"the model or its loss runs a backward of its own (Tensor.backward) at {line}: its gradients "
                     f"would be lost. Return the loss, or give its gradient in the backward of a torch.autograd.Function"
                 )
+            if func is Tensor.register_hook:
+                args = (args[0], self.watched(args[1]))
             if any(isinstance(value, torch.Generator) for value in (*args, *(kwargs or {}).values())):
                 raise TraceError(
                     f"the model draws random numbers from a torch.Generator ({func.__name__}) at {line}: one graph "

@@ -21,6 +21,10 @@ LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[
 DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 CHECKS_OF_ARGUMENTS = ("__init__", "_validate_sample")
 UNKNOWN_LINE = "an unknown line"
+WHOLE_SHAPES = (
+    "Compute with all entries and weigh them by a mask (x * mask, torch.where(mask, x, 0)), give sizes as numbers "
+    "(output_size=), or find the indices outside of the model and pass them as inputs"
+)
 FIT = (
     "Give example_inputs and example_kwargs as the model's forward takes them, and example_targets as loss_fn does "
     "after outputs"
@@ -36,7 +40,10 @@ def refuse(error: Exception, model: nn.Module, part: str, fails_alone: Callable[
     backward". `fails_alone` says whether the plain model fails on the example too."""
     if isinstance(error, _torch.DATA_DEPENDENT_ERRORS):
         raise TraceError(
-            f"the model decides by a tensor's value what to run next, which one graph cannot hold ({error}), "
+            f"the model needs the values of a tensor for the shape of another one, which one graph cannot hold "
+            f"({error}), at {user_line(error)}. {WHOLE_SHAPES}"
+            if isinstance(error, _torch.DATA_DEPENDENT_SHAPE)
+            else f"the model decides by a tensor's value what to run next, which one graph cannot hold ({error}), "
             f"at {user_line(error)}. {way_out(error)}"
         ) from error
     refuse_flex_attention(error)
@@ -45,6 +52,18 @@ def refuse(error: Exception, model: nn.Module, part: str, fails_alone: Callable[
             "the model finds a tensor that an earlier forward made and kept outside of its modules' attributes "
             "(functools.cache, a global, an object): one graph holds no first forward, and what is kept there now has "
             "no data. Clear it (cache_clear()), and make the tensor in __init__ (register_buffer)"
+        ) from error
+    if _torch.is_reentrant_checkpoint(error):
+        raise TraceError(
+            "the model checkpoints a part with use_reentrant=True, which runs a backward within the backward: no graph "
+            "holds that. Pass use_reentrant=False to torch.utils.checkpoint (in transformers, "
+            "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False}))"
+        ) from error
+    if _torch.is_stray_write(error):
+        raise TraceError(
+            f"{part} writes in place into a tensor that the model does not hold as a parameter or buffer, at "
+            f"{user_line(error)}: the write would be lost. Make it a buffer (register_buffer). A hook that is no "
+            f"method finds the model that was traced in its arguments, not in its closure"
         ) from error
     line, module = user_line(error), module_at_work(error, model)
     has_line = bool(user_frames(error))
@@ -75,7 +94,10 @@ def way_out(error: Exception) -> str:
                 "torch.distributions looks there whether its arguments are valid: pass validate_args=False, or call "
                 "torch.distributions.Distribution.set_default_validate_args(False)"
             )
-    return "Use torch.where, or take the decision outside the model"
+    return (
+        "Use torch.where for a choice between values, keep numbers in tensors (no .item(), int(), .tolist()), let "
+        "torch._check_tensor_all check values, or take the decision outside the model"
+    )
 
 
 def refuse_mixed_dtypes(graph: fx.Graph) -> None:

@@ -120,6 +120,16 @@ class Signature:
                 )
         return tensors
 
+    def refuse_gradients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise `InputError` for a tensor that waits for a gradient: steps give those of parameters alone."""
+        for spec, tensor in zip(self.tensors, self.flatten(args, kwargs), strict=True):
+            if tensor.requires_grad and tensor.is_leaf:
+                raise InputError(
+                    f"{spec.name} requires a gradient, and a step gives those of parameters alone: {spec.name}.grad "
+                    f"would stay as it is. Pass {spec.name}.detach(); a tensor that is trained becomes a parameter of "
+                    f"the model (nn.Parameter)"
+                )
+
     def unflatten(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and keyword arguments of a call with these tensors."""
         remaining = iter(tensors)

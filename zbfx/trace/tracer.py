@@ -23,6 +23,8 @@ from zbfx.errors import TraceError, ZbfxError, listed
 from zbfx.graphs import Joint, Port, Role, copy_graph
 from zbfx.passes.sizes import inline_sizes
 from zbfx.trace.aliases import refuse_written
+from zbfx.trace.backward_writes import claim_reads, with_written_values
+from zbfx.trace.compiled_parts import note_of_compiled, rebind_compiled, without_compiling
 from zbfx.trace.counters import numbers_of, refuse_counters
 from zbfx.trace.decompositions import RIGHT
 from zbfx.trace.first_forward import take_made
@@ -52,6 +54,7 @@ def one_at_a_time() -> Iterator[None]:
 # Gradients are switched on: a step may meet a new shape, or evaluate its first batch, under `torch.no_grad()`.
 @one_at_a_time()
 @_torch.without_looks_at_masks()
+@without_compiling()
 @torch.inference_mode(mode=False)
 @torch.enable_grad()
 def trace(
@@ -104,7 +107,10 @@ def trace(
     def captured(objective: Objective) -> fx.GraphModule:
         try:
             with fake_mode, _torch.without_fake_logs(), _torch.decomposing(RIGHT):
-                return without_tokens(_torch.capture_joint(objective, inputs))
+                with _torch.recomputing_within(objective.recomputing), _torch.checks_in_the_graph():
+                    module = _torch.capture_joint(objective, inputs)
+                objective.hooks.refuse()
+                return without_tokens(with_written_values(module))
         except ZbfxError as error:
             refuse_flex_attention(error)
             raise
@@ -127,7 +133,9 @@ def trace(
         module = localize(module)
     canonical = canonical_names(model, loss_fn)
     joint = as_joint(module, signature, canonical, objective.leaves)
-    joint = replace(joint, replaced=frozenset(canonical[name] for name in objective.replaced))
+    replaced = frozenset(canonical[name] for name in objective.replaced)
+    joint = replace(joint, replaced=replaced, notes=note_of_compiled(model, loss_fn))
+    claim_reads(joint)
     refuse_written(named_tensors(model, loss_fn), joint)
     return (inline_sizes(joint) if sizes else joint), signature
 
@@ -238,6 +246,9 @@ def fake_copies(model: nn.Module, loss_fn: Any, fake_mode: Any, device: torch.de
     try:
         fake_model = copy.deepcopy(model, memo)
         fake_loss_fn = copy.deepcopy(loss_fn, memo) if isinstance(loss_fn, nn.Module) else loss_fn
+        for copied in (fake_model, fake_loss_fn):
+            if isinstance(copied, nn.Module):
+                rebind_compiled(copied, memo)
         for copied in (fake_model, fake_loss_fn):
             for module, attribute, _, tensor in plain_tensors(copied) if isinstance(copied, nn.Module) else ():
                 delattr(module, attribute)

@@ -197,6 +197,14 @@ def weights_come_last(split: Split) -> Problems:
                 yield from equal(f"{node}, which reads {source}", f"W{stage_of[source]}", f"{kind}{stage_of[node]}")
 
 
+def buffers_are_written_in_order(split: Split) -> Problems:
+    """No W writes a buffer: Fs and Bs alone run microbatch after microbatch."""
+    placed = split.placed
+    for value, port in zip(placed.joint.output_values, placed.joint.outputs, strict=True):
+        if port.role is Role.BUFFER_UPDATE and split.phase_of.get(value) is Kind.W:
+            yield Problem(port, "an F or a B", Kind.W)
+
+
 def nothing_moves(given: Split, split: Split) -> Problems:
     """Recomputation adds copies: everything else stays in its stage and its phase."""
     before, after = (
@@ -371,7 +379,7 @@ PLACED: RuleTable = (
     values_reach_their_readers,
     stageless_nodes_need_no_stage,
 )
-SPLIT: RuleTable = (phases_cover_the_stages, weights_come_last)
+SPLIT: RuleTable = (phases_cover_the_stages, weights_come_last, buffers_are_written_in_order)
 SPLIT_KEPT: RuleTable = (nothing_moves,)
 PHASE: RuleTable = (
     phase_is_in_order,

@@ -1,0 +1,81 @@
+"""Hooks and custom Functions that act beside the gradients, like a hook that keeps gradients in a list.
+
+They run once, as the model is traced, and not in steps. What they write into buffers is part of the graph
+(`backward_writes.py`); all else would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from zbfx import _torch
+from zbfx.errors import TraceError, listed
+
+Hook = Callable[..., Any]
+
+
+class BackwardCode:
+    """Watches what Python code in a backward does. `tensors` gives the parameters and buffers of the model."""
+
+    def __init__(self, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+        self.tensors = tensors
+        self.are_there = False  # any hooks or custom Functions
+        self.recompute = False  # whether the backward runs parts of the forward again
+        self.idle: dict[str, None] = {}  # the lines of hooks that did nothing to gradients and buffers
+        self.before: list[Tensor] = []  # what lived as the backward began
+
+    def watch_modules(self, model: nn.Module) -> None:
+        """Watch the hooks on the backwards of a model's modules."""
+        for module in model.modules():
+            for table in _torch.backward_hook_tables(module):
+                for key, hook in table.items():
+                    table[key] = self.watched(hook)
+
+    def watched(self, hook: Hook) -> Hook:
+        """A hook that does what `hook` does, and is noted if that is nothing to gradients and buffers."""
+
+        def watch(*args: Any) -> Any:
+            before = self.state(args)
+            result = hook(*args)
+            if result is None and self.state(args) == before:
+                self.idle[hook_line(hook)] = None
+            return result
+
+        self.are_there = True
+        return watch
+
+    def state(self, args: tuple[Any, ...]) -> list[tuple[int, int]]:
+        """Which tensors there are, and how often each was written."""
+        given = [value for value in _torch.pytree.tree_leaves(args) if isinstance(value, Tensor)]
+        return [(id(tensor), _torch.writes_into(tensor)) for tensor in (*given, *self.tensors().values())]
+
+    def begin(self) -> None:
+        """The backward begins."""
+        if self.are_there:
+            self.before = _torch.under_the_tracer()
+
+    def refuse(self) -> None:
+        """Raise `TraceError` if a hook did nothing that the graph holds, or if a tensor of the backward lives on."""
+        if self.idle:
+            raise TraceError(
+                f"a hook on gradients, at {listed(self.idle)}, changes no gradient and writes no buffer: it would run "
+                f"once, as the model is traced, and not in steps. Remove it, let it write into a buffer "
+                f"(register_buffer), or look at .grad after the step"
+            )
+        before = {id(tensor) for tensor in self.before}
+        kept = self.are_there and not self.recompute and [t for t in _torch.under_the_tracer() if id(t) not in before]
+        self.before = []
+        if kept:
+            raise TraceError(
+                f"the backward keeps a tensor of shape {tuple(kept[0].shape)} outside of the graph, in a hook or in "
+                f"the backward of a torch.autograd.Function: that would run once, as the model is traced, and not in "
+                f"steps. Write what is to be kept into a buffer (register_buffer)"
+            )
+
+
+def hook_line(hook: Hook) -> str:
+    code = getattr(hook, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(hook)
