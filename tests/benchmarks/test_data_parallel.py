@@ -34,7 +34,7 @@ def reference_loss(rows: int) -> float:
 def test_two_by_two_has_a_row_for_every_system(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "--"]
-    command += [str(ROOT / "benchmarks" / "data_parallel.py"), "--ranks", "2", *FLAGS, "--out", str(out)]
+    command += [str(ROOT / "benchmarks" / "throughput" / "data_parallel.py"), "--ranks", "2", *FLAGS, "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]

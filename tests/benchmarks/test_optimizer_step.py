@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def test_every_mode_gives_a_row(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--"]
-    command += [str(ROOT / "benchmarks" / "optimizer_step.py"), "--device", "cpu", "--out", str(out)]
+    command += [str(ROOT / "benchmarks" / "throughput" / "optimizer_step.py"), "--device", "cpu", "--out", str(out)]
     command += ["--config", "tiny", "--b", "1", "--m", "3", "--costs", "estimate", "--schedules", "zb-h2,nonsense"]
     command += ["--warmup", "1", "--repeats", "4", "--rounds", "1", "--modes", "barrier,validated,repeat@2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}

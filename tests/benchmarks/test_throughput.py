@@ -22,7 +22,7 @@ from benchmarks.throughput.compare import parser
 from benchmarks.throughput.table import page
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "benchmarks" / "compare.py"
+SCRIPT = ROOT / "benchmarks" / "throughput" / "compare.py"
 FLAGS = ["--config", "tiny", "--b", "2", "--device", "cpu", "--head-layers", "2", "--warmup", "1", "--repeats", "2"]
 
 # A schedule that waits forever on one of two ranks: what a hang of the communication library looks like.
