@@ -166,7 +166,8 @@ class ReplicaBenchmark(Benchmark):
                 "trailing": [r.trailing for r in found],
                 "link_gb_per_s": link.bytes_per_s / 1e9,
             }
-        step = pipe.bind(mesh, timeout_s=self.place.timeout_s)
+        independent = ("apart",) if case.sums == "alone" else ()
+        step = pipe.bind(mesh, timeout_s=self.place.timeout_s, independent=independent)
         close = getattr(step, "close", lambda: None)
         return Runnable(lambda: step(ids, targets), list(step.parameters()), close=close)
 

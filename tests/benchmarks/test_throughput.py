@@ -29,7 +29,7 @@ FLAGS = ["--config", "tiny", "--b", "2", "--device", "cpu", "--head-layers", "2"
 HANG = f"""
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from benchmarks.throughput.compare import compare
+from benchmarks.throughput import compare
 
 def hanging(case, place):
     if case.schedule == "1F1B":
