@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -106,15 +105,6 @@ def test_wrapped_models() -> None:
             compiled(replace(problem, model=model), 1, 2)
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_backward_of_the_loss_of_a_step() -> None:
-    problem = mlp(2)
-    step = compiled(problem, 2, 2).run_local()
-    for loss in (step(*problem.inputs, *problem.targets), step.evaluate(*problem.inputs, *problem.targets)):
-        with pytest.raises(ZbfxError, match=r"the loss of a step has no backward.*Leave out loss\.backward\(\)"):
-            loss.backward()
-        assert float(copy.deepcopy(loss)) == loss.item()
 
 
 def test_sums_and_counts_in_a_list() -> None:

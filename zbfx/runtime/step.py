@@ -28,14 +28,6 @@ from zbfx.runtime.watch import Watch
 from zbfx.trace.guard import Source
 
 
-def refuse_backward(*_: object, **__: object) -> None:
-    """What `loss.backward()` does on a loss that a step has returned."""
-    raise ZbfxError(
-        "the loss of a step has no backward: the step has run it, and added the gradients to .grad of "
-        "step.parameters(). Leave out loss.backward(), and call optimizer.step()"
-    )
-
-
 class Optimizer(Protocol):
     """What a step asks of an optimizer whose steps are validated while the next forwards run (`zbfx.optim`)."""
 
@@ -326,7 +318,6 @@ class Step:
             return results
 
         losses, loss = self.guarded(work)
-        loss.backward = refuse_backward  # type: ignore[method-assign]
         engine.runs += 1
         return losses, loss
 
