@@ -30,7 +30,7 @@ def equal(where: object, expected: object, found: object) -> Problems:
 
 
 def alike(where: object, expected: Iterable[Hashable], found: Iterable[Hashable]) -> Problems:
-    """The same things as often, in any order."""
+    """Both hold equal things, each as often, in any order."""
     due, there = Counter(iter(expected)), Counter(iter(found))  # of a mapping, its keys
     missing, more = due - there, there - due
     return (Problem(where, listed(missing) or "no more", listed(more) or "none"),) if missing or more else ()
