@@ -12,6 +12,7 @@ Gives   a joint graph with the loss, gradients and buffer updates of the first, 
            of. A sum of patches (`fold`) does not keep the memory of the patches.
         8. Every node has a fake value; a check of values, which has no result, has None.
         9. The graph holds for any strides: some operators (like batch norm) give others than their fake versions say.
+       10. Statistics of norms have the dtype that CPU kernels give them.
 Raises  `TraceError` for a collective without sharded parameters, which no other rank would join, and for an embedding
         with a sparse gradient.
 Source  ours. Contributions are told by a mark that autograd leaves on its additions (`GRADIENT_ADDITION_MARK`).
@@ -29,7 +30,7 @@ from zbfx import _torch
 from zbfx._torch import GRADIENT_ADDITION_MARK, aten
 from zbfx.errors import TraceError
 from zbfx.graphs import Joint, Port, Role, copy_graph
-from zbfx.passes.nodes import expression, is_view, storage_owner, value_bytes
+from zbfx.passes.nodes import NORMS, expression, is_statistic, is_view, storage_owner, value_bytes
 
 # Fused backward ops worth splitting, with the position of the mask argument that says which gradients to compute.
 # Norms are not among them: their weight gradient is a cheap sum, and W could make it only from two held activations.
@@ -80,6 +81,7 @@ def canonicalize(joint: Joint) -> Joint:
     joint = separate_contributions(joint)
     split_masked_backwards(graph)
     allow_any_strides(graph)
+    correct_statistics(graph)
     graph.eliminate_dead_code()
     graph.lint()
     return joint
@@ -279,6 +281,20 @@ def allow_any_strides(graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=target):
             for position in positions:
                 make_dense(node, position)
+
+
+def correct_statistics(graph: fx.Graph) -> None:
+    """Let statistics of norms over half precision have the dtype of float32 parameters, as CPU kernels have it. The
+    fake versions (torch 2.11 to 2.13) say that of the input."""
+    for target in NORMS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            dtypes = [source.meta["val"].dtype for source in node.all_input_nodes]
+            if node.meta["val"][0].device.type != "cpu" or torch.float32 not in dtypes:
+                continue
+            normalised, *statistics = node.meta["val"]
+            node.meta["val"] = (normalised, *(value.to(torch.float32) for value in statistics))
+            for user in filter(is_statistic, node.users):
+                user.meta["val"] = node.meta["val"][user.args[1]]
 
 
 def make_dense(node: fx.Node, position: int) -> None:

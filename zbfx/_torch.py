@@ -36,6 +36,7 @@ _check_tensor_all_with              2.11.0, 2.13.0   what torch._check_tensor_al
 checkpoint._recomputation_hook      2.11.0, 2.13.0   what is around code that computes a checkpointed part again
 _functionalize_mutation_counter     2.11.0, 2.13.0   how often a tensor was written under the tracer
 _execution_engine.queue_callback    2.11.0, 2.13.0   runs at the end of a backward
+Node.metadata["traceback_"]         2.13.0           where the forward ran whose backward an autograd node is
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from operator import attrgetter
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, TypeVar, cast
 
 import sympy
@@ -350,6 +351,13 @@ def capture_joint(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphModule
         for node in graph_module.graph.nodes:
             node.meta["is_backward"] = node.meta.get("partitioner_tag") != "is_forward"
         return graph_module
+
+
+def forward_lines(frame: FrameType) -> Sequence[str]:
+    """Where the forward ran whose backward runs in this frame (noted while a joint graph is captured)."""
+    node: Any = frame.f_locals.get("self")
+    is_of_autograd = isinstance(node, torch.autograd.graph.Node)
+    return node.metadata.get("traceback_", ()) if is_of_autograd else ()
 
 
 def gradient_dtype(parameter: nn.Parameter) -> torch.dtype | None:

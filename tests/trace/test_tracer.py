@@ -18,6 +18,7 @@ from tests.support.models import Problem, gpt, mlp, numbers, squares, token_loss
 from tests.support.reference import activations, assert_same, compiled, cut, default_dtype, reference, stepped
 from zbfx.errors import InputError, TraceError
 from zbfx.graphs import Role
+from zbfx.passes.nodes import is_statistic
 from zbfx.plan import Kind
 from zbfx.runtime.digest import digest
 
@@ -223,10 +224,10 @@ def test_loss_with_a_trainable_parameter() -> None:
 
 
 class Autocast(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, norm: nn.Module | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.norm, self.second = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+        self.first, self.norm, self.second = nn.Linear(8, 8), norm or nn.LayerNorm(8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -241,6 +242,21 @@ def test_autocast_in_the_model() -> None:
     found = stepped(problem, pipe)
     assert_same(found, reference(problem, 3), 1e-5)
     assert all(gradient is not None and gradient.dtype is torch.float32 for gradient in found[1].values())
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.BatchNorm1d(8)], ids=lambda n: type(n).__name__
+)
+def test_statistics_of_norms_over_half_precision(norm: nn.Module, backend: str) -> None:
+    """Their fake versions have another dtype than kernels on the CPU give."""
+    problem = Problem(Autocast(norm), squares, (numbers(6, 8),))
+    expected = reference(problem, 3)
+    pipe = compiled(problem, 2, 3, backend=backend)
+    graphs = [stage.phases[Kind.F].module.graph for stage in pipe.stages]
+    statistics = [node.meta["val"] for graph in graphs for node in graph.nodes if is_statistic(node)]
+    assert [value.dtype for value in statistics] == [torch.float32, torch.float32]
+    assert_same(stepped(problem, pipe), expected, 1e-5 if backend == "eager" else 1e-2)
 
 
 def test_autocast_around_the_step_changes_nothing() -> None:

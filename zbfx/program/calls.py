@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Phase, Stage
+from zbfx.passes.nodes import is_statistic
 from zbfx.plan import Kind
 from zbfx.program import ops
 from zbfx.program.boxed import Boxed, boxed
@@ -126,11 +127,14 @@ class PhaseCall(nn.Module):
 
 def refuse_others(phase: Phase, results: Sequence[Any]) -> None:
     """Raise `ZbfxError` unless a phase returned what those that read it were made for. Strides may be others: a message
-    has those of the trace, and a compiled phase is compiled for those that come."""
+    has those of the trace, and a compiled phase is compiled for those that come. So may be the dtype of a norm's
+    statistics: compiled code has the one of the norm's fake version, kernels have another on the CPU."""
     nodes: Any = phase.module.graph.output_node().args[0]
     names = [*phase.results, *(["loss"] if phase.has_loss else [])]
     for name, node, found in zip(names, nodes, results, strict=True):
         expected = node.meta["val"]
+        if isinstance(expected, Tensor) and is_statistic(node) and found.is_floating_point():
+            expected = expected.to(found.dtype)
         if isinstance(expected, Tensor) and kind_of_tensor(found) != kind_of_tensor(expected):
             raise ZbfxError(
                 f"{phase.name} returns {name} as {kind_of_tensor(expected)}, which is what later phases were made for; "

@@ -118,14 +118,17 @@ def refuse_mixed_dtypes(graph: fx.Graph) -> None:
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The frames that an error went through outside of torch and zbfx; if there are none, those of layers of torch."""
     stack = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in stack if not frame.filename.startswith(LIBRARY_FOLDERS)]
+    frames = [f for f in stack if f.line and not f.filename.startswith(LIBRARY_FOLDERS)]  # made-up code has no lines
     return frames or [f for f in stack if "/nn/modules/" in f.filename and not f.filename.endswith("/module.py")]
 
 
 def user_line(error: BaseException) -> str:
-    """File, line and text of the innermost of `user_frames`."""
+    """File, line and text of the innermost of `user_frames`; in a backward, the line whose backward it is."""
     frames = user_frames(error)
-    return f"{frames[-1].filename}:{frames[-1].lineno} `{frames[-1].line}`" if frames else UNKNOWN_LINE
+    if frames:
+        return f"{frames[-1].filename}:{frames[-1].lineno} `{frames[-1].line}`"
+    lines = [line for frame, _ in traceback.walk_tb(error.__traceback__) for line in _torch.forward_lines(frame)]
+    return lines[-1] if lines else UNKNOWN_LINE
 
 
 def module_at_work(error: BaseException, model: nn.Module) -> str:
