@@ -49,7 +49,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("compiled",),
     ("runtime",),
     ("optim",),
-    ("check", "candidate", "fit", "variants", "replicas", "selfcheck", "pipeline", "zbfx"),
+    ("gradient_check", "candidate", "fit", "variants", "replicas", "selfcheck", "pipeline", "zbfx"),
     ("cli", "__main__"),
 )
 

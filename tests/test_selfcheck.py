@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.support.models import Problem, mlp, numbers, squares
 from tests.support.reference import compiled
 from zbfx import TraceError, ZbfxError, check, selfcheck
-from zbfx.check import check_compiled
+from zbfx.gradient_check import check_compiled
 from zbfx.graphs import copy_graph
 
 WIDTH = 6

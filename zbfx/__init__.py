@@ -1,7 +1,9 @@
-"""zbfx: zero-bubble pipelines from ordinary PyTorch models."""
+"""zbfx: zero-bubble pipelines from ordinary PyTorch models. Planning needs no torch: what does is imported when it is
+first asked for."""
 
-from zbfx import optim
-from zbfx.check import Report, check
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from zbfx.errors import (
     InputError,
     InvalidSchedule,
@@ -11,9 +13,13 @@ from zbfx.errors import (
     TraceError,
     ZbfxError,
 )
-from zbfx.pipeline import Pipeline, compile
 from zbfx.plan import Action, CostTable, Edge, Kind, StageCost
 from zbfx.schedule.schedule import Schedule
+
+if TYPE_CHECKING:
+    from zbfx import optim, passes
+    from zbfx.gradient_check import Report, check
+    from zbfx.pipeline import Pipeline, compile
 
 __all__ = [
     "Action",
@@ -34,4 +40,28 @@ __all__ = [
     "check",
     "compile",
     "optim",
+    "passes",
 ]
+
+WITH_TORCH = {  # where each name comes from that brings torch; None: it is a module
+    "Pipeline": "zbfx.pipeline",
+    "compile": "zbfx.pipeline",
+    "Report": "zbfx.gradient_check",
+    "check": "zbfx.gradient_check",
+    "optim": None,
+    "passes": None,
+}
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        module = WITH_TORCH[name]
+    except KeyError:
+        raise AttributeError(f"module 'zbfx' has no attribute {name!r}") from None
+    found = import_module(f"zbfx.{name}") if module is None else getattr(import_module(module), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

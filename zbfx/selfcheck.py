@@ -12,10 +12,10 @@ import numpy
 import torch
 
 from zbfx import rng
-from zbfx.check import Report, check_compiled
 from zbfx.comm.together import on_all_ranks
 from zbfx.compiled import Compiled
 from zbfx.errors import TraceError, first_line
+from zbfx.gradient_check import Report, check_compiled
 from zbfx.passes.nodes import value_bytes
 from zbfx.trace.guard import Source
 
