@@ -166,7 +166,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "self.on_new_shape == 'symbolic'",
         ),
         "zbfx/schedule/orders/registry.py": ("name in SEARCHED", "request in SEARCHED"),
-        "zbfx/schedule/planner.py": ("schedule in GENERATORS", "schedule in SEARCHED"),
+        "zbfx/schedule/planner.py": ("request not in GENERATORS", "schedule in SEARCHED"),
         "zbfx/show/text.py": ("columns == 'step'",),
         "zbfx/timing/limits.py": ("mem_limit.strip().lower().endswith('x')",),
     },

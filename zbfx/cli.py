@@ -24,8 +24,8 @@ from rich.table import Table
 
 from zbfx.costs.tables import read_costs
 from zbfx.errors import ZbfxError, listed
-from zbfx.schedule import plan
-from zbfx.schedule.orders.registry import names
+from zbfx.schedule import improve, names, plan
+from zbfx.schedule.orders.written import placement_of_orders, read_file
 from zbfx.schedule.schedule import Schedule
 from zbfx.show.chrome_trace import chrome_trace
 from zbfx.show.text import amount, coloured_grid, summary
@@ -60,13 +60,13 @@ def parser() -> argparse.ArgumentParser:
 
     planning = commands.add_parser("plan", help="order F, B and W on every rank, with a proven lower bound")
     add_problem(planning)
-    planning.add_argument("--schedule", default="auto", help="a schedule's name (default: auto, the best that fits)")
+    add_schedule(planning)
     planning.add_argument("--json", action="store_true", help="print the plan as JSON")
     planning.set_defaults(command=plan_command)
 
     showing = commands.add_parser("show", help="draw a schedule in the terminal or into a file")
     add_problem(showing)
-    showing.add_argument("--schedule", default="auto", help="a schedule's name (default: auto, the best that fits)")
+    add_schedule(showing)
     showing.add_argument(
         "--columns", choices=("time", "step"), default="time", help="seconds to scale, or one cell each"
     )
@@ -85,15 +85,33 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_problem(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--costs", type=Path, required=True, metavar="FILE", help="cost table, JSON")
+    command.add_argument(
+        "--costs",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="cost table, JSON; several that differ in placement: the best over all of them",
+    )
     command.add_argument("--microbatches", type=positive(int), required=True, metavar="M")
     command.add_argument(
-        "--mem-limit", metavar="LIMIT", help="per rank, in the unit of m_b, or a multiple of 1F1B's: 2x"
+        "--mem-limit",
+        metavar="LIMIT",
+        help="of every rank, in the unit of m_b, or a multiple of 1F1B's: 2x; or of each rank, with commas between",
     )
     command.add_argument(
         "--budget", type=positive(float), default=5.0, metavar="SECONDS", help="time to search (default: 5)"
     )
     command.add_argument("--seed", type=int, default=0, help="of the search (default: 0)")
+
+
+def add_schedule(command: argparse.ArgumentParser) -> None:
+    asked = command.add_mutually_exclusive_group()
+    asked.add_argument("--schedule", default="auto", help="a schedule's name (default: auto, the best that fits)")
+    asked.add_argument(
+        "--order", type=Path, metavar="FILE", help="an order per rank: what plan --json printed, or a CSV of torch"
+    )
+    command.add_argument("--improve", action="store_true", help="search from that schedule or order")
 
 
 def positive(kind: type[int] | type[float]) -> Any:
@@ -116,40 +134,51 @@ def width(text: str) -> int:
     return int(text)
 
 
-def solve(options: argparse.Namespace, name: str) -> Schedule:
-    costs = read_costs(options.costs)
+def solve(options: argparse.Namespace, schedule: Any, placement: Sequence[int] | None = None) -> Schedule:
+    """The plan of a schedule. `placement` stands where a cost table names none."""
+    tables = [read_costs(path, placement) for path in options.costs]
+    several = (options.mem_limit or "").split(",")
+    limit = several if len(several) > 1 else options.mem_limit
     try:
-        limit_per_rank(costs, options.mem_limit)
+        for costs in tables:
+            limit_per_rank(costs, limit)
     except ZbfxError as error:  # which speaks of bytes, a unit that these costs may not have
         raise ZbfxError(
-            f"--mem-limit is a number above 0 in the unit of m_b, or a multiple of what 1F1B needs, like 2x; found "
-            f"{options.mem_limit!r}"
+            f"--mem-limit is a number above 0 in the unit of m_b, or a multiple of what 1F1B needs, like 2x, or "
+            f"{costs.rank_count} numbers with commas between, one per rank; found {options.mem_limit!r}"
         ) from error
     return plan(
-        costs,
-        options.microbatches,
-        schedule=name,
-        mem_limit=options.mem_limit,
-        budget_s=options.budget,
-        seed=options.seed,
+        tables, options.microbatches, schedule=schedule, mem_limit=limit, budget_s=options.budget, seed=options.seed
     )
+
+
+def solve_asked(options: argparse.Namespace) -> Schedule:
+    """The plan of the schedule that the command line asks for."""
+    orders = None if options.order is None else read_file(options.order)
+    schedule = options.schedule if orders is None else orders
+    placement = None if orders is None else placement_of_orders(orders)
+    return solve(options, improve(schedule) if options.improve else schedule, placement)
 
 
 def figures(schedule: Schedule) -> dict[str, Any]:
     """The figures of a plan under their names in the JSON output; times and memory in the units of the cost table."""
     return {
         "schedule": schedule.name,
+        "microbatches": schedule.microbatches,
+        "placement": list(schedule.costs.placement),
+        "mem_limit": None if schedule.mem_limit is None else list(schedule.mem_limit),
         "iteration_time": schedule.iteration_s,
         "bubble_rate": schedule.bubble_rate,
         "peak_memory": list(schedule.peak_bytes),
         "lower_bound": schedule.lower_bound_s,
         "gap": schedule.gap if math.isfinite(schedule.gap) else None,
         "seconds": schedule.search_s,
+        "notes": list(schedule.notes),
     }
 
 
 def plan_command(options: argparse.Namespace) -> None:
-    schedule = solve(options, options.schedule)
+    schedule = solve_asked(options)
     if options.json:
         ranks = [
             [{"action": str(span.action), "start": span.start_s, "end": span.end_s} for span in spans]
@@ -166,7 +195,7 @@ def plan_command(options: argparse.Namespace) -> None:
 
 
 def show_command(options: argparse.Namespace) -> None:
-    schedule = solve(options, options.schedule)
+    schedule = solve_asked(options)
     chrome = partial(chrome_trace, schedule)
     drawings = ((options.svg, schedule.svg), (options.html, schedule.html), (options.trace, chrome))
     files = [(path, draw) for path, draw in drawings if path is not None]

@@ -15,7 +15,8 @@ from zbfx.arguments import finite_number, kind_of, true_or_false, whole_number
 from zbfx.errors import ZbfxError, listed
 from zbfx.passes.recompute import LEVELS, Level
 from zbfx.plan import CostTable
-from zbfx.schedule.orders.registry import ANY, SHAPES, V, is_searched
+from zbfx.schedule.orders.registry import ANY, SHAPES, Improve, V, is_searched
+from zbfx.schedule.orders.written import placement_of_orders, read_orders
 from zbfx.schedule.schedule import Schedule
 
 DEVICES = ("cpu", "cuda")
@@ -63,7 +64,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_schedule(self.schedule)
-        placement_of(self.schedule, self.stages, self.stages_per_rank)
+        placement_of(self.schedule, self.stages, self.stages_per_rank, self.costs)
         if isinstance(self.mem_limit, float) and 0 < self.mem_limit < FEW_BYTES:  # a multiple, taken for bytes
             raise ZbfxError(
                 f"mem_limit is a number of bytes; found {self.mem_limit!r}. Say '{self.mem_limit:g}x' for so many "
@@ -122,7 +123,7 @@ class Options:
     @property
     def placements(self) -> tuple[tuple[int, ...], ...]:
         """Those to compare, stage -> rank; all but the first for limits in bytes alone."""
-        first = placement_of(self.schedule, self.stages, self.stages_per_rank)
+        first = placement_of(self.schedule, self.stages, self.stages_per_rank, self.costs)
         is_fixed = isinstance(self.costs, CostTable) or self.cuts is not None or self.stages_per_rank is not None
         if self.schedule != "auto" or is_fixed or self.stages == 1:
             return (first,)
@@ -169,13 +170,15 @@ def checked_examples(
 
 
 def check_schedule(schedule: Any) -> None:
+    if isinstance(schedule, Improve):
+        return check_schedule(schedule.start)
     if isinstance(schedule, str | Schedule) or callable(schedule):
-        return
+        return None
     if isinstance(schedule, Sequence) and all(isinstance(order, Sequence) for order in schedule):
-        return
+        return None
     raise ZbfxError(
-        f"schedule is a name, a Schedule, one order of actions per rank, or a function (costs, microbatches) -> "
-        f"orders; found {kind_of(schedule)}"
+        f"schedule is a name, a Schedule, one order of actions per rank, a function (costs, microbatches) -> orders, "
+        f"or zbfx.schedule.improve of one of these; found {kind_of(schedule)}"
     )
 
 
@@ -187,14 +190,23 @@ def checked_cuts(cuts: Any) -> tuple[str, ...] | None:
     return tuple(cuts)
 
 
-def placement_of(schedule: Any, ranks: Any, stages_per_rank: Any) -> tuple[int, ...]:
-    """Stage -> rank: that of the schedule, or what its name stands for. Raises `ZbfxError` where they do not fit."""
+def placement_of(schedule: Any, ranks: Any, stages_per_rank: Any, costs: Any = None) -> tuple[int, ...]:
+    """Stage -> rank: that of the schedule, or what its name stands for; where it stands for any, that of `costs`, if
+    they are a table. Raises `ZbfxError` where they do not fit."""
     ranks = whole_number("stages", ranks, "the number of pipeline ranks")
-    if isinstance(schedule, Schedule):
-        if schedule.costs.rank_count != ranks:
-            raise ZbfxError(f"the schedule is for {schedule.costs.rank_count} ranks; found stages={ranks}")
-        return schedule.costs.placement
+    if isinstance(schedule, Improve):
+        return placement_of(schedule.start, ranks, stages_per_rank, costs)
+    if not isinstance(schedule, str) and not callable(schedule):
+        placement = placement_of_given(schedule, ranks)
+        if stages_per_rank is not None and len(placement) != stages_per_rank * ranks:
+            raise ZbfxError(
+                f"the schedule has {len(placement)} stages on {ranks} ranks; found stages_per_rank={stages_per_rank}. "
+                f"Leave it out: it follows from the schedule"
+            )
+        return placement
     shape = SHAPES.get(schedule, ANY) if isinstance(schedule, str) else ANY
+    if shape is ANY and stages_per_rank is None and isinstance(costs, CostTable) and costs.rank_count == ranks:
+        return costs.placement
     if stages_per_rank is None:
         return shape.placement(ranks, shape.default)
     count = whole_number("stages_per_rank", stages_per_rank, "how many stages a rank holds")
@@ -204,6 +216,18 @@ def placement_of(schedule: Any, ranks: Any, stages_per_rank: Any) -> tuple[int, 
             f"choose another schedule ('auto', 'ilp' and 'gpipe' take any)"
         )
     return shape.placement(ranks, count)
+
+
+def placement_of_given(schedule: Any, ranks: int) -> tuple[int, ...]:
+    """Stage -> rank of a `Schedule`, or of an order per rank."""
+    if isinstance(schedule, Schedule):
+        found, placement = schedule.costs.rank_count, schedule.costs.placement
+    else:
+        orders = read_orders(schedule)
+        found, placement = len(orders), placement_of_orders(orders)
+    if found != ranks:
+        raise ZbfxError(f"the schedule is for {found} ranks; found stages={ranks}")
+    return placement
 
 
 def check_backend(backend: Any, device: torch.device) -> None:

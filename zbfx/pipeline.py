@@ -88,8 +88,9 @@ def compile(
                      as `.loss`, or first in a tuple). Losses over tokens return (sum, count): the loss of the batch is
                      then the sum of all sums over the sum of all counts, however the tokens fall into microbatches
     loss_reduction   "mean" or "sum" of the microbatches' losses, where they come without a count
-    schedule         a name of `zbfx.schedule.names()`, a Schedule, an order of actions per rank, or a function
-                     `(costs, microbatches) -> orders`
+    schedule         a name of `zbfx.schedule.names()`, a Schedule, an order of actions per rank, a function
+                     `(costs, microbatches) -> orders`, or `zbfx.schedule.improve` of one of these. Orders say where
+                     their stages lie; else the name does, or a CostTable
     mem_limit        what a rank may hold in all: bytes, text like "24GiB", one of them per rank, or "auto", what is
                      free on its device. The plan keeps it by order, recomputation, or two stages a rank in a V. A
                      multiple like "2x" of the activations of 1F1B limits what is held between F, B and W alone. None:

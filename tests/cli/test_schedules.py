@@ -31,7 +31,8 @@ def test_plan_prints_json_with_the_documented_fields(costs: str, capsys: pytest.
     assert main(["plan", "--costs", costs, "--microbatches", "2", "--schedule", "zb-h1", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert list(plan) == [
-        "schedule", "iteration_time", "bubble_rate", "peak_memory", "lower_bound", "gap", "seconds", "ranks",
+        "schedule", "microbatches", "placement", "mem_limit", "iteration_time", "bubble_rate", "peak_memory",
+        "lower_bound", "gap", "seconds", "notes", "ranks",
     ]  # fmt: skip
     assert (plan["schedule"], plan["iteration_time"], plan["peak_memory"]) == ("zb-h1", 37, [8, 5])
     assert plan["bubble_rate"] == pytest.approx(1 - 20 / 37, rel=1e-12)
@@ -39,18 +40,21 @@ def test_plan_prints_json_with_the_documented_fields(costs: str, capsys: pytest.
     assert plan["ranks"][1][3] == {"action": "B1.1", "start": 16, "end": 19}
 
 
-@pytest.mark.parametrize(("limit", "status"), [("8", 0), ("1x", 0), ("7.9", 2), ("0.9x", 2), ("two", 2), ("1/0x", 2)])
+@pytest.mark.parametrize(
+    ("limit", "status"),
+    [("8", 0), ("1x", 0), ("8,5", 0), ("8,4.9", 2), ("7.9", 2), ("0.9x", 2), ("two", 2), ("1/0x", 2)],
+)
 def test_memory_limit_is_a_number_or_a_multiple(costs: str, limit: str, status: int) -> None:
     command = ["plan", "--costs", costs, "--microbatches", "2", "--schedule", "zb-h1", "--mem-limit", limit]
     assert main(command) == status
 
 
 def test_other_memory_limits_are_told_the_unit(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for limit in ("two", "0x", "8,5", "-1"):
+    for limit in ("two", "0x", "8,5,5", "8,1x", "-1"):
         assert main(["plan", "--costs", costs, "--microbatches", "2", f"--mem-limit={limit}"]) == 2
         assert capsys.readouterr().err == (
             "zbfx: error: --mem-limit is a number above 0 in the unit of m_b, or a multiple of what 1F1B needs, like "
-            f"2x; found {limit!r}\n"
+            f"2x, or 2 numbers with commas between, one per rank; found {limit!r}\n"
         )
 
 

@@ -14,7 +14,7 @@ from zbfx.errors import InvalidSchedule, NoFeasibleSchedule, ZbfxError
 from zbfx.plan import Action, CostTable, Edge, Kind, StageCost
 from zbfx.schedule import check
 from zbfx.schedule.orders.handmade import zb_h1
-from zbfx.schedule.planner import read_orders
+from zbfx.schedule.orders.written import read_orders
 
 COSTS = CostTable.chain([StageCost(2, 3, 5, saved_bytes=4, weight_saved_bytes=3, static_bytes=10)] * 2, 7)
 GOOD = ("F0.0 F0.1 B0.0 W0.0 B0.1 W0.1", "F1.0 BW1.0 F1.1 BW1.1")

@@ -8,7 +8,7 @@ from zbfx.errors import InvalidSchedule
 from zbfx.plan import Action, CostTable, Edge, StageCost
 from zbfx.schedule import simulate
 from zbfx.schedule.orders.handmade import zb_h2
-from zbfx.schedule.planner import read_orders
+from zbfx.schedule.orders.written import read_orders
 
 STAGE = StageCost(2, 3, 5, saved_bytes=4, weight_saved_bytes=3, static_bytes=10)
 

@@ -12,7 +12,7 @@ means that nothing is sent."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,22 +83,23 @@ def as_integer(value: Any, where: str) -> int:
     return value
 
 
-def read_costs(path: str | Path) -> CostTable:
-    """The cost table in the file `path`. Raises ZbfxError with file and field for anything unexpected."""
+def read_costs(path: str | Path, placement: Sequence[int] | None = None) -> CostTable:
+    """The cost table in the file `path`; `placement` stands where the file names none. Raises ZbfxError with file and
+    field for anything unexpected."""
     try:
         document = json.loads(Path(path).read_text())
     except OSError as error:
         raise ZbfxError(f"cannot read the cost table {path}: {error.strerror}") from error
     except ValueError as error:
         raise ZbfxError(f"{path} is not JSON: {error}") from error
-    return costs_from_json(document, str(path))
+    return costs_from_json(document, str(path), placement)
 
 
-def costs_from_json(document: Any, where: str = "costs") -> CostTable:
-    """The cost table in a decoded JSON document; `where` begins the error messages."""
+def costs_from_json(document: Any, where: str = "costs", placement: Sequence[int] | None = None) -> CostTable:
+    """The cost table in a decoded JSON document; `where` begins the error messages. `placement` stands where the
+    document names none: None is stage i on rank i."""
     table = Reader.of(document, where, TABLE_KEYS)
     stages = [stage_from_json(row, f"{where}.stages[{index}]") for index, row in enumerate(table.list("stages"))]
-    placement = None
     if "placement" in table.values:
         placement = [as_integer(rank, f"{where}.placement") for rank in table.list("placement")]
     if "edges" in table.values:

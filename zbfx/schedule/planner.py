@@ -10,17 +10,19 @@ Source  section 3 of the paper.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fractions import Fraction
+from typing import Any
 
 from zbfx.errors import ZbfxError
-from zbfx.plan import Action, CostTable, Kind, Number
+from zbfx.plan import Action, CostTable, Number
 from zbfx.schedule.bounds.certificate import Certificate
 from zbfx.schedule.integer.solver import solvers
 from zbfx.schedule.orders.handmade import Orders
-from zbfx.schedule.orders.registry import GENERATORS, SEARCHED, Generator, names
+from zbfx.schedule.orders.registry import GENERATORS, SEARCHED, Generator, Improve, generated, names
+from zbfx.schedule.orders.written import read_orders
 from zbfx.schedule.schedule import Schedule
 from zbfx.schedule.search.order_search import OrderSearch
 from zbfx.schedule.search.refine import refine_search
@@ -30,7 +32,9 @@ from zbfx.timing.validity import check
 
 MOST_ACTIONS_OF_SMALL = 1000  # up to so many Fs, Bs and Ws a problem is small
 
-ScheduleRequest = str | Generator | Schedule | Sequence[Sequence[Action | str] | str]
+FROM_A_START = "auto"  # the search that improves a schedule of the user's
+
+ScheduleRequest = str | Generator | Schedule | Improve | Iterable[Iterable[Action | str] | str]
 
 
 def plan(
@@ -46,8 +50,9 @@ def plan(
     """Order F, B and W of every stage and microbatch on every rank.
 
     `costs` may be several tables that differ in placement; the best schedule over all of them is returned. `schedule`
-    is a name, an order per rank (actions, or text like "F0.0 F0.1 B0.0"), a Schedule, or a generator
-    `(costs, microbatches) -> orders`. `mem_limit` counts bytes per rank, static bytes included: a number, text like
+    is a name, an order per rank (actions, or text like "F0.0 F0.1 B0.0"), a Schedule, a generator
+    `(costs, microbatches) -> orders`, also `(costs, microbatches, limits)` with the bytes per rank or None, or
+    `improve` of one of these. `mem_limit` counts bytes per rank, static bytes included: a number, text like
     "24GiB", one of them per rank, a multiple like "2x" of what 1F1B's activations need, or None. Searches stop when the
     lower bound is met or after `budget_s`. `seed` fixes the way that a search takes, the clock how far it comes.
     `rounds` of local search, then without integer programs, also fix how far, unless `budget_s` is over before."""
@@ -94,30 +99,6 @@ def build(name: str, costs: CostTable, microbatches: int, ranks: Orders, mem_lim
     return replace(schedule, lower_bound_s=schedule.iteration_s if optimal else float(bound))
 
 
-def read_orders(orders: Sequence[Sequence[Action | str] | str]) -> Orders:
-    """The orders in a list with one entry per rank: actions, text like "F0.0 F0.1 B0.0", or a list of both. Raises
-    `ZbfxError` for anything else."""
-    if isinstance(orders, str) or not isinstance(orders, Sequence):
-        raise ZbfxError(f"a schedule gives one order of actions per rank, in a list; found {type(orders).__name__}")
-    return tuple(map(read_order, orders))
-
-
-def read_order(order: Sequence[Action | str] | str) -> tuple[Action, ...]:
-    if isinstance(order, str):
-        return tuple(map(Action.parse, order.split()))
-    if not isinstance(order, Sequence):
-        raise ZbfxError(f"an order is a list of actions, or text like 'F0.0 F0.1 B0.0'; found {order!r}"[:200])
-    return tuple(action for entry in order for action in read_actions(entry))
-
-
-def read_actions(entry: Action | str) -> tuple[Action, ...]:
-    if isinstance(entry, str):
-        return read_order(entry)
-    if not isinstance(entry, Action) or not isinstance(entry.kind, Kind):
-        raise ZbfxError(f"an order is made of actions, or of text like 'F0.3'; found {entry!r}"[:200])
-    return (entry,)
-
-
 def _plan_one(
     costs: CostTable,
     microbatches: int,
@@ -127,26 +108,44 @@ def _plan_one(
     rounds: int | None,
     seed: int,
 ) -> Schedule:
-    if isinstance(schedule, str):
-        if schedule in GENERATORS:
-            return build(schedule, costs, microbatches, GENERATORS[schedule](costs, microbatches), mem_limit)
-        if schedule in SEARCHED:
-            return _search(schedule, costs, microbatches, mem_limit, budget_s, rounds, seed)
-        close = get_close_matches(schedule.lower().replace("_", "-"), names(), n=1)
-        meant = f"; did you mean {close[0]!r}?" if close else ";"
-        raise ZbfxError(f"no schedule is called {schedule!r}{meant} Known: {', '.join(names())}")
-    if isinstance(schedule, Schedule):
-        return build(schedule.name, costs, microbatches, schedule.ranks, mem_limit)
-    if callable(schedule):
-        orders = read_orders(schedule(costs, microbatches))
-        return build(getattr(schedule, "__name__", "generated"), costs, microbatches, orders, mem_limit)
-    return build("custom", costs, microbatches, read_orders(schedule), mem_limit)
+    if isinstance(schedule, str) and schedule in SEARCHED:
+        return _search(schedule, costs, microbatches, mem_limit, budget_s, rounds, seed)
+    if isinstance(schedule, Improve):
+        start = named_orders(schedule.start, costs, microbatches, mem_limit)
+        return _search(FROM_A_START, costs, microbatches, mem_limit, budget_s, rounds, seed, start)
+    name, orders = named_orders(schedule, costs, microbatches, mem_limit)
+    return build(name, costs, microbatches, orders, mem_limit)
+
+
+def named_orders(request: Any, costs: CostTable, microbatches: int, mem_limit: MemLimit) -> tuple[str, Orders]:
+    """The orders that a request stands for where nothing is searched, and what they are called."""
+    if isinstance(request, str):
+        if request not in GENERATORS:
+            close = get_close_matches(request.lower().replace("_", "-"), names(), n=1)
+            meant = f"; did you mean {close[0]!r}?" if close else ";"
+            raise ZbfxError(f"no schedule is called {request!r}{meant} Known: {', '.join(names())}")
+        name, generate = request, GENERATORS[request]
+    elif isinstance(request, Schedule):
+        return request.name, request.ranks
+    elif callable(request):
+        name, generate = getattr(request, "__name__", "generated"), request
+    else:
+        return "custom", read_orders(request)
+    return name, generated(generate, costs, microbatches, limit_per_rank(costs, mem_limit))
 
 
 def _search(
-    name: str, costs: CostTable, microbatches: int, mem_limit: MemLimit, budget_s: float, rounds: int | None, seed: int
+    name: str,
+    costs: CostTable,
+    microbatches: int,
+    mem_limit: MemLimit,
+    budget_s: float,
+    rounds: int | None,
+    seed: int,
+    start: tuple[str, Orders] | None = None,
 ) -> Schedule:
-    """Search under the tighter of the user's limit and the schedule's own, then refine by integer programs."""
+    """Search under the tighter of the user's limit and the schedule's own, then refine by integer programs. `start`:
+    a schedule of the user's, from which search goes on, too."""
     deadline_s = time.perf_counter() + budget_s
     wanted = SEARCHED[name]
     wanted.require_placement(name, costs)
@@ -157,12 +156,12 @@ def _search(
     programs = rounds is None and bool(solvers())
     program_s = program_share * budget_s if programs else 0.0
     search = OrderSearch(costs, microbatches, limits, seed, deadline_s - program_s, rounds)
+    compared = [] if start is None else [search.compare(start[0], valid(costs, microbatches, start[1]))]
     search.lead()
-    compared = []
     if wanted.compares or search.running():
         for other, generate in GENERATORS.items():
             try:
-                compared.append(search.compare(other, generate(costs, microbatches)))
+                compared.append(search.compare(other, generated(generate, costs, microbatches, limits)))
             except ZbfxError as refusal:
                 compared.append(f"{other}: {str(refusal).splitlines()[0]}")
     search.try_fused()
@@ -178,6 +177,12 @@ def _search(
         lower_bound_s=schedule.iteration_s if proven else max(schedule.lower_bound_s, float(found.bound_s)),
         notes=(*compared, *found.notes),
     )
+
+
+def valid(costs: CostTable, microbatches: int, orders: Orders) -> Orders:
+    """The orders, if they break no rule but the memory limit. Raises `InvalidSchedule`."""
+    check(costs, microbatches, orders)
+    return orders
 
 
 def _tighter(one: Sequence[Number] | None, other: Sequence[Number] | None) -> tuple[Number, ...] | None:

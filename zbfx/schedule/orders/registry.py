@@ -8,16 +8,21 @@ Source  sections 2, 3 and 6 of the paper for its own schedules.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 from zbfx.errors import ZbfxError
-from zbfx.plan import CostTable
+from zbfx.plan import CostTable, Number
 from zbfx.schedule.orders import handmade, vshape
 from zbfx.schedule.orders.handmade import Orders
+from zbfx.schedule.orders.vshape import v_placement
+from zbfx.schedule.orders.written import read_orders
 
-Generator = Callable[[CostTable, int], Orders]
+Generator = Callable[..., Any]  # (costs, microbatches) -> orders, or (costs, microbatches, limits) -> orders
+BytesPerRank = Sequence[Number] | None  # bytes per rank, static bytes included
 
 
 @dataclass(frozen=True)
@@ -36,26 +41,25 @@ class Searched:
 
 @dataclass(frozen=True)
 class Shape:
-    """The placements that a schedule is made for: stages a rank by default, at least, and at most. `folds`: they go
-    down the ranks and back up."""
+    """The placements that a schedule is made for: stages a rank by default, at least, and at most, and where they
+    lie."""
 
     holds: str  # in words
     default: int = 1
     least: int = 1
     most: float = inf
-    folds: bool = False
-
-    def placement(self, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-        return vshape.v_placement(ranks) if self.folds else handmade.looped_placement(ranks, stages_per_rank)
+    placement: Callable[[int, int], tuple[int, ...]] = handmade.looped_placement  # (ranks, stages a rank)
 
 
 ANY = Shape("any number of stages a rank")
 LINEAR = Shape("1 stage a rank", most=1)
 LOOPED = Shape("2 or more stages a rank", default=2, least=2)
-V = Shape("2 stages a rank, down the ranks and back up", default=2, least=2, most=2, folds=True)
+V = Shape(
+    "2 stages a rank, down the ranks and back up", default=2, least=2, most=2, placement=lambda p, _: v_placement(p)
+)
 
 # By name; of all others, any.
-SHAPES = {
+SHAPES: dict[str, Shape] = {
     **dict.fromkeys(("1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p"), LINEAR),
     **dict.fromkeys(("zb-v", "zb-v-order", "v-half", "v-min"), V),
     "interleaved-1f1b": LOOPED,
@@ -87,18 +91,43 @@ def names() -> tuple[str, ...]:
     return (*GENERATORS, *SEARCHED)
 
 
-def register(name: str) -> Callable[[Generator], Generator]:
-    """`@register("mine")` makes a generator `schedule="mine"`, also for `auto`; a name already taken is replaced."""
+def register(name: str, shape: Shape | None = None) -> Callable[[Generator], Generator]:
+    """`@register("mine")` makes a generator `schedule="mine"`, also for `auto`; a name already taken is replaced.
+    `shape` says for which placements it is made, so that `compile` cuts the model for them; by default any."""
 
     def add(generator: Generator) -> Generator:
         if name in SEARCHED:
             raise ZbfxError(f"{name!r} is a searched schedule and cannot be replaced; register another name")
         GENERATORS[name] = generator
+        if shape is not None:
+            SHAPES[name] = shape
         return generator
 
     return add
 
 
+def generated(generate: Generator, costs: CostTable, microbatches: int, limits: BytesPerRank) -> Orders:
+    """The orders that a generator makes. One that does not go without a third argument is given the limits."""
+    try:
+        takes_two = inspect.signature(generate).bind(costs, microbatches) is not None
+    except TypeError:
+        takes_two = False
+    return read_orders(generate(costs, microbatches) if takes_two else generate(costs, microbatches, limits))
+
+
+@dataclass(frozen=True)
+class Improve:
+    """A request: search from this schedule, a name, orders, a `Schedule` or a generator. Made by `improve`."""
+
+    start: Any
+
+
+def improve(start: Any) -> Improve:
+    """`schedule=improve(mine)` searches as "auto" does, from a schedule of your own: a name, an order per rank, a
+    `Schedule`, or a generator. The result costs no more than `mine`, where `mine` fits the memory limit."""
+    return Improve(start)
+
+
 def is_searched(request: object) -> bool:
     """Whether a request for a schedule leaves the order to the search."""
-    return isinstance(request, str) and request in SEARCHED
+    return isinstance(request, Improve) or (isinstance(request, str) and request in SEARCHED)

@@ -9,10 +9,9 @@ Source  ZB-V: section 6 of the paper. V-Half and V-Min: Qi et al. 2024, "Pipelin
 from __future__ import annotations
 
 from zbfx.errors import ZbfxError
-from zbfx.plan import Action, CostTable, Kind
+from zbfx.plan import Action, CostTable, Kind, Number
 from zbfx.schedule.orders.handmade import Orders, place
-
-KIND_ORDER = (Kind.B, Kind.F, Kind.W)  # which goes first where two blocks have actions at one time
+from zbfx.schedule.orders.repeated import repeat_block
 
 
 def v_placement(ranks: int) -> tuple[int, ...]:
@@ -81,7 +80,7 @@ def _zb_v_rank(p: int, rank: int, microbatches: int, extra: int) -> list[Action]
 def v_half(costs: CostTable, microbatches: int) -> Orders:
     """V-Half (Qi et al. 2024): about half of 1F1B's memory."""
     require_v("v-half", costs)
-    return _repeated_block(costs.rank_count, microbatches, (2, 1, 2, 1))
+    return repeat_block(costs, microbatches, v_block(costs.rank_count, (2, 1, 2, 1)), every=6)
 
 
 def v_min(costs: CostTable, microbatches: int) -> Orders:
@@ -89,37 +88,32 @@ def v_min(costs: CostTable, microbatches: int) -> Orders:
     require_v("v-min", costs)
     p = costs.rank_count
     # Without a wait, blocks of consecutive microbatches collide on ranks when 3 divides p.
-    return _repeated_block(p, microbatches, (1, 1, 1, 1), wait=0 if p % 3 else 2)
+    return repeat_block(costs, microbatches, v_block(p, (1, 1, 1, 1), wait=0 if p % 3 else 2), every=6)
 
 
-def _repeated_block(p: int, microbatches: int, offsets: tuple[int, int, int, int], wait: int = 0) -> Orders:
-    """Repeat one microbatch's building block every 6 units of time and let each rank run its actions in that order. In
-    the block every action takes one unit. `offsets`: units from rank to neighbouring rank for F down the ranks, F up, B
-    down and B up; `wait`: units between the last F and the first B. Longer offsets hold activations longer. Each W
-    takes the first slot after its B that no other action of its rank has modulo 6."""
+def v_block(p: int, offsets: tuple[int, int, int, int], wait: int = 0) -> dict[str, Number]:
+    """When the actions of one microbatch start, in a block that repeats every 6 units of time; every action takes one.
+    `offsets`: units from rank to neighbouring rank for F down the ranks, F up, B down and B up; `wait`: units between
+    the last F and the first B. Longer offsets hold activations longer. Each W takes the first slot after its B that no
+    other action of its rank has modulo 6."""
     f_down, f_up, b_down, b_up = offsets
-    ranks = []
+    block: dict[str, Number] = {}
     for rank in range(p):
-        to_bottom = p - 1 - rank
+        to_bottom, later = p - 1 - rank, 2 * p - 1 - rank
         turn = (p - 1) * f_down + 1
         back = turn + (p - 1) * f_up + 1 + wait
         start = {
-            (Kind.F, rank): rank * f_down,
-            (Kind.F, 2 * p - 1 - rank): turn + to_bottom * f_up,
-            (Kind.B, 2 * p - 1 - rank): back + rank * b_down,
-            (Kind.B, rank): back + (p - 1) * b_down + 1 + to_bottom * b_up,
+            f"F{rank}.0": rank * f_down,
+            f"F{later}.0": turn + to_bottom * f_up,
+            f"B{later}.0": back + rank * b_down,
+            f"B{rank}.0": back + (p - 1) * b_down + 1 + to_bottom * b_up,
         }
         taken = {time % 6 for time in start.values()}
-        for stage in (2 * p - 1 - rank, rank):
-            time = start[Kind.B, stage] + 1
+        for stage in (later, rank):
+            time = start[f"B{stage}.0"] + 1
             while time % 6 in taken and len(taken) < 6:
                 time += 1
             taken.add(time % 6)
-            start[Kind.W, stage] = time
-        timed = [
-            (time + 6 * j, KIND_ORDER.index(kind), stage, Action(kind, stage, j))
-            for (kind, stage), time in start.items()
-            for j in range(microbatches)
-        ]
-        ranks.append(tuple(action for *_, action in sorted(timed, key=lambda entry: entry[:3])))
-    return tuple(ranks)
+            start[f"W{stage}.0"] = time
+        block |= start
+    return block

@@ -65,6 +65,10 @@ class ListScheduler:
         the next F or B needs their memory."""
         return _ByOrder(self, orders, patience).finish(stop_at)
 
+    def squeeze(self, orders: Sequence[Sequence[int]], stop_at: float = inf) -> Listed | None:
+        """Every rank runs the first action of its order that can start, whenever it is free."""
+        return _Squeezed(self, orders).finish(stop_at)
+
 
 class _Listing(ABC):
     """Orders while they are built. Subclasses choose each rank's next action."""
@@ -200,3 +204,31 @@ class _ByOrder(_Listing):
             self.next[rank] += 1
             return group
         return weight if PATIENCE_UNIT * (at - now) >= self.patience[rank] * problem.ticks[weight] else -1
+
+
+class _Squeezed(_Listing):
+    """`left[rank]`: the groups of the actions that the rank has not run, in their order."""
+
+    def __init__(self, scheduler: ListScheduler, orders: Sequence[Sequence[int]]) -> None:
+        super().__init__(scheduler)
+        self.left = [[code // self.problem.microbatches for code in reversed(order)] for order in orders]
+        self.kinds = [len(set(groups)) for groups in self.left]
+
+    def choose(self, rank: int, now: int) -> int:
+        """An action may go before others where the limit still holds while these run."""
+        left, grows = self.left[rank], self.problem.grows
+        seen: set[int] = set()
+        passed = peak = 0  # what the actions before it add, and the most of it
+        for place in range(len(left) - 1, -1, -1):
+            group = left[place]
+            if group not in seen:
+                seen.add(group)
+                most = self.held[rank] + grows[group] + peak
+                if most <= self.scheduler.limits[rank] and self.arrival(group, len(self.ends[group])) <= now:
+                    del left[place]
+                    return group
+                if len(seen) == self.kinds[rank]:
+                    return -1
+            passed += grows[group]
+            peak = max(peak, passed)
+        return -1

@@ -1,0 +1,28 @@
+"""The Python of docs/schedules.md runs, and is as short as the page says that a family is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from zbfx.schedule import names
+from zbfx.schedule.orders.registry import GENERATORS, SHAPES
+
+PAGE = Path(__file__).parents[2] / "docs" / "schedules.md"
+
+
+def test_a_family_in_thirty_lines_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(code.splitlines()) <= 30
+    before = names()
+    try:
+        exec(compile(code, str(PAGE), "exec"), {})
+        assert set(names()) - set(before) == {"v-eager"}
+    finally:
+        GENERATORS.pop("v-eager", None)
+        SHAPES.pop("v-eager", None)
+    rate, peak, limit = re.match(r"(\S+) in (\S+) of (\S+),", capsys.readouterr().out).groups()  # type: ignore[union-attr]
+    assert 0 < float(rate) < 0.35
+    assert float(peak) <= float(limit) == 16
