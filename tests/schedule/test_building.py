@@ -48,7 +48,7 @@ def test_a_block_repeats() -> None:
     for missing, text in (("W1.0", "of stage 1 it has B, F"), ("F0.0", "of stage 0 it has B, W")):
         with pytest.raises(ZbfxError, match=text):
             repeat_block(LINEAR_2, 2, {a: t for a, t in block.items() if a != missing}, every=3)
-    with pytest.raises(ZbfxError, match="actions of microbatch 0 of 2 stages; found F0.1"):
+    with pytest.raises(ZbfxError, match=r"actions of microbatch 0 of 2 stages; found F0\.1"):
         repeat_block(LINEAR_2, 2, block | {"F0.1": 3}, every=3)
 
 

@@ -13,7 +13,7 @@ import torch.distributed.pipelining.schedules as of_torch
 
 from tests.support.models import mlp
 from tests.support.reference import assert_same, compiled, reference, stepped
-from zbfx import CostTable, InvalidSchedule, StageCost, ZbfxError
+from zbfx import Action, CostTable, InvalidSchedule, StageCost, ZbfxError
 from zbfx.cli import main
 from zbfx.costs.tables import read_costs
 from zbfx.schedule import V, check, from_torch_csv, improve, plan
@@ -95,7 +95,7 @@ def test_placements_that_no_order_has() -> None:
 
 def test_orders_are_any_iterables() -> None:
     wanted = read_orders(["F0.0 F0.1 B0.0 W0.0 BW0.1"])
-    parts = ["F0.0", "F0.1 B0.0 W0.0", *wanted[0][-1:]]
+    parts: list[Action | str] = ["F0.0", "F0.1 B0.0 W0.0", *wanted[0][-1:]]
     assert read_orders(iter([(part for part in parts)])) == wanted
     costs = CostTable.chain([UNLIKE], 7)
     found = plan(costs, 2, schedule=lambda costs, m: (iter(parts) for _ in range(costs.rank_count)))
@@ -135,7 +135,7 @@ def test_what_plan_prints_is_read_back(tmp_path: Path, capsys: pytest.CaptureFix
 def test_files_that_hold_no_order(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"rank": []}')
     (tmp_path / "b.json").write_text("{")
-    with pytest.raises(ZbfxError, match="or its field 'ranks' alone; found {'rank'"):
+    with pytest.raises(ZbfxError, match=r"or its field 'ranks' alone; found \{'rank'"):
         read_file(tmp_path / "a.json")
     with pytest.raises(ZbfxError, match="it is not JSON"):
         read_file(tmp_path / "b.json")
