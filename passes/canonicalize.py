@@ -30,7 +30,7 @@ from zbfx import _torch
 from zbfx._torch import GRADIENT_ADDITION_MARK, aten
 from zbfx.errors import TraceError
 from zbfx.graphs import Joint, Port, Role, copy_graph
-from zbfx.passes.nodes import NORMS, expression, is_statistic, is_view, storage_owner, value_bytes
+from zbfx.passes.nodes import expression, is_statistic, is_view, storage_owner, value_bytes
 
 # Fused backward ops worth splitting, with the position of the mask argument that says which gradients to compute.
 # Norms are not among them: their weight gradient is a cheap sum, and W could make it only from two held activations.
@@ -286,7 +286,7 @@ def allow_any_strides(graph: fx.Graph) -> None:
 def correct_statistics(graph: fx.Graph) -> None:
     """Let statistics of norms over half precision have the dtype of float32 parameters, as CPU kernels have it. The
     fake versions (torch 2.11 to 2.13) say that of the input."""
-    for target in NORMS:
+    for target in _torch.NORMS:
         for node in graph.find_nodes(op="call_function", target=target):
             dtypes = [source.meta["val"].dtype for source in node.all_input_nodes]
             if node.meta["val"][0].device.type != "cpu" or torch.float32 not in dtypes:

@@ -30,22 +30,12 @@ COUNTED_AS: Mapping[Any, CountedAs] = {
 }
 
 
-# Ops whose second and third results are the statistics that they normalised by.
-NORMS = {
-    aten.native_layer_norm.default,
-    aten.native_group_norm.default,
-    aten.native_batch_norm.default,
-    aten._native_batch_norm_legit.no_stats,
-    aten._native_batch_norm_legit_functional.default,
-}
-
-
 def is_statistic(node: fx.Node) -> bool:
     """Whether the node's value is a statistic of a norm."""
     if node.target is not operator.getitem:
         return False
     source, index = node.args
-    return isinstance(source, fx.Node) and source.target in NORMS and index in (1, 2)
+    return isinstance(source, fx.Node) and source.target in _torch.NORMS and index in (1, 2)
 
 
 def is_view(node: fx.Node) -> bool:

@@ -96,6 +96,13 @@ CHECKING_OPERATORS = {aten._linalg_check_errors.default}  # operators with effec
 ASSERT, ASSERT_WITH_MESSAGE = aten._assert_async.default, aten._assert_async.msg
 CAST = aten._to_copy.default
 CTC_LOSS, CTC_LOSS_BACKWARD = aten._ctc_loss, aten._ctc_loss_backward
+NORMS = {  # their second and third results are the statistics that they normalised by
+    aten.native_layer_norm.default,
+    aten.native_group_norm.default,
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
+}
 UNDECLARED_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default}  # views whose schemas do not say so
 
 CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -19,6 +19,7 @@ from zbfx.schedule.schedule import Schedule
 from zbfx.verify.graph_rules import JOINT, JOINT_KEPT, PHASE, PLACED, SPLIT, SPLIT_KEPT, STAGE, STAGES, STAGES_OF_SPLIT
 from zbfx.verify.problems import RuleTable
 from zbfx.verify.program_rules import FLOW, ORDERED, PROGRAM, Flow
+from zbfx.verify.rank_rules import ALL_RANKS
 
 Graph = TypeVar("Graph")
 Given = TypeVar("Given")
@@ -27,6 +28,7 @@ Further = ParamSpec("Further")
 
 def verify(graph: Graph, *, after: str, given: Any = None) -> Graph:
     """The graph, if it keeps every rule: a Joint, Placed, Split, Stage or Program, or a tuple of stages or programs.
+    The programs of all ranks are verified together.
 
     `after` names the pass that gave it. `given` is what that pass took, for rules that compare both: a Joint for a
     Joint or Placed, a Split for a Split or stages, a Schedule for programs.
@@ -70,6 +72,8 @@ def rule_tables(graph: Any, given: Any = None) -> Iterator[tuple[Any, ...]]:
         case (Program(), *_):
             for program in graph:
                 yield from rule_tables(program, given)
+            if len(graph) == len(graph[0].chain.chain.ranks):
+                yield ALL_RANKS, [Flow.of(program) for program in graph]
         case _:
             raise TypeError(f"expected a graph of zbfx.graphs, stages or programs; found {type(graph).__name__}")
     match given, graph:
@@ -97,4 +101,5 @@ RULES: dict[str, RuleTable] = {
     "a split graph beside the one before": SPLIT_KEPT,
     "stages beside their split graph": STAGES_OF_SPLIT,
     "a program beside its schedule": ORDERED,
+    "the programs of all ranks": ALL_RANKS,
 }
