@@ -29,7 +29,7 @@ THIS, TABLE = "tests/layers.py", "tests/layers_comparisons.py"
 # imports from its own floor and those below.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("rng", "_torch", "arguments", "memo", "modes", "spelled"),
+    ("rng", "_torch", "_transformers", "arguments", "memo", "modes", "spelled"),
     ("plan",),
     ("graphs",),
     ("timing",),
@@ -47,6 +47,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("memory",),
     ("costs",),
     ("compiled",),
+    ("checkpoint",),
     ("runtime",),
     ("optim",),
     ("gradient_check", "candidate", "fit", "variants", "replicas", "selfcheck", "pipeline", "zbfx"),
@@ -71,7 +72,7 @@ KNOW_ONLY: Mapping[str, tuple[str, ...]] = {
 }
 WITHOUT_TORCH = ("errors", "plan", "timing", "show", *PLANNER)
 
-PRIVATE_NAMES = "_torch"  # the room of all private names of torch
+PRIVATE_NAMES = ("_torch", "_transformers")  # the rooms of all private names of torch and of transformers
 PYTHONS = ("_exit", "_getframe", "_replace")  # names with an underscore that Python documents
 
 # Names that several modules may define, each with its reason.
@@ -234,16 +235,16 @@ def private_names(modules: Library) -> Iterator[Finding]:
     """Names of torch with one underscore: imported, in a chain of attributes, of a value, or a text for `getattr`."""
     ours = names_of_our_own(modules)
     for module in modules.values():
-        if room_of(module.name) == PRIVATE_NAMES:
+        if room_of(module.name) in PRIVATE_NAMES:
             continue
         for name, line in imported_names(module):
             if within(name, "torch") and any(map(is_private, name.split("."))):
-                yield Finding(module.path, line, f"imports {name}: private names of torch are in {PRIVATE_NAMES}")
+                yield Finding(module.path, line, f"imports {name}: private names of torch are in {PRIVATE_NAMES[0]}")
         for node in (node for node in ast.walk(module.tree) if isinstance(node, ast.expr)):
             attribute = attribute_of(node)
             if attribute and is_private(attribute) and attribute not in ours and attribute not in PYTHONS:
                 text = ast.unparse(node)
-                yield Finding(module.path, node.lineno, f"{text}: private names of torch are in {PRIVATE_NAMES}")
+                yield Finding(module.path, node.lineno, f"{text}: private names of torch are in {PRIVATE_NAMES[0]}")
 
 
 def attribute_of(node: ast.expr) -> str | None:

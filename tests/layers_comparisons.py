@@ -128,6 +128,8 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "formats: keys and units of files, of the system and of arguments": {
         "zbfx/comm/faults.py": ("state in ENDED",),
         "zbfx/cli.py": ("'model' not in given",),
+        "zbfx/checkpoint/stored.py": ("weights == INITIAL",),
+        "zbfx/checkpoint/weights.py": ("name.startswith(PREFIX)",),
         "zbfx/comm/place.py": ("RANKS not in names",),
         "zbfx/costs/tables.py": (
             "'placement' in table.values",

@@ -28,6 +28,9 @@ OpOverload.py_kernels, ...          2.11.0, 2.13.0   what runs in place of an op
 ShapeEnv, ConstantSource            2.11.0, 2.13.0   sizes that are symbols, and what holds of them
 UntypedStorage._cdata               2.11.0, 2.13.0   the address of a storage, fake ones included
 Module._parameters, ...             2.11.0, 2.13.0   the dicts of a module's parts and hooks
+checkpoint.metadata, _StorageInfo   2.13.0           records in the table of contents of a DCP checkpoint
+_non_persistent_buffers_set         2.11.0, 2.13.0   the buffers that a state_dict leaves out
+_reset_parameters, _init_weights    2.11.0, 2.13.0   initialisers of modules, the latter a habit of models
 _len_torch_function_stack, ...      2.11.0, 2.13.0   the function modes that are on, the default device among them
 peek_interpreter_stack              2.11.0, 2.13.0   the transforms of torch.func that are at work
 Tensor.grad_dtype                   2.11.0, 2.13.0   public since 2.10; the dtype of a tensor's gradient
@@ -43,6 +46,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,6 +71,8 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed.checkpoint import filesystem as checkpoint_files
+from torch.distributed.checkpoint import metadata as checkpoint_records
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn.modules import transformer
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -117,6 +123,28 @@ ATTENTION_BACKWARD = (
 )
 
 COLLECTIVE_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
+
+# What the pickled table of contents of a torch.distributed.checkpoint consists of, beside plain values, by module and
+# name.
+CHECKPOINT_RECORDS: dict[tuple[str, str], Any] = {
+    **{
+        (record.__module__, record.__name__): record
+        for record in (
+            checkpoint_records.Metadata,
+            checkpoint_records.TensorStorageMetadata,
+            checkpoint_records.BytesStorageMetadata,
+            checkpoint_records.TensorProperties,
+            checkpoint_records.ChunkStorageMetadata,
+            checkpoint_records.MetadataIndex,
+            checkpoint_records.StorageMeta,
+            checkpoint_records._MEM_FORMAT_ENCODING,
+            checkpoint_files._StorageInfo,
+            torch.Size,
+        )
+    },
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+}
 
 # The text that autograd leaves on the nodes that add up gradients of a value with several uses.
 GRADIENT_ADDITION_MARK = "Gradient addition node"
@@ -433,6 +461,28 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+def persistent_buffers(module: nn.Module) -> set[str]:
+    """The names of a module's own buffers that its `state_dict` has."""
+    return set(module._buffers) - module._non_persistent_buffers_set
+
+
+def own_initializers(module: nn.Module) -> list[Callable[[], object]]:
+    """What gives a module's own parameters and buffers their first values: `reset_parameters`, or `_reset_parameters`
+    as of `nn.Transformer`, and `_init_weights(module)`, which many models have for all of their modules."""
+    found = [getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters")]
+    methods = [method for method in found if callable(method) and not required_arguments(method)]
+    init_weights = getattr(module, "_init_weights", None)
+    if callable(init_weights) and len(required_arguments(init_weights)) == 1:
+        methods.append(lambda: module.apply(init_weights))
+    return methods
+
+
+def required_arguments(function: Callable[..., Any]) -> list[str]:
+    gathering = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in gathering]
+
+
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     """The dict in which a module keeps its direct submodules."""
     return module._modules
@@ -528,9 +578,14 @@ def size_guards(env: ShapeEnv) -> list[sympy.Basic]:
     return guards
 
 
+def storage_of(tensor: Tensor) -> int:
+    """The address of what a tensor, fake or not, is a view of."""
+    return tensor.untyped_storage()._cdata
+
+
 def same_storage(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors, fake or not, are views of one storage."""
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return storage_of(one) == storage_of(other)
 
 
 def inductor(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[[list[Any]], Any]:

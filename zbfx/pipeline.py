@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbfx._torch import uncompiled
 from zbfx.arguments import compared, whole_number
+from zbfx.checkpoint.stored import kind_of_weights
 from zbfx.comm.channels import Channels
 from zbfx.comm.together import on_all_ranks, waiting
 from zbfx.compiled import Compiled, Traced
@@ -197,7 +198,14 @@ class Pipeline:
         return MemoryReport(self.memory, self.schedule.mem_limit)
 
     @uncompiled
-    def run_local(self, *, seed: int | None = None, on_nonfinite: str = "keep", on_new_shape: str = "refuse") -> Step:
+    def run_local(
+        self,
+        *,
+        weights: Any = None,
+        seed: int | None = None,
+        on_nonfinite: str = "keep",
+        on_new_shape: str = "refuse",
+    ) -> Step:
         """A step that runs every rank in this process, one after the other: the same results, without a launcher.
 
         `seed` fixes the random numbers; by default they follow `torch.manual_seed`. `on_nonfinite` says what becomes
@@ -210,7 +218,7 @@ class Pipeline:
             options, ranks = StepOptions(seed, on_nonfinite, on_new_shape), AllHere()
             options.check()
             variants = Variants(self.compiled, self.source, ranks, symbolic=options.is_symbolic)
-            return local_step(self.compiled, self.source, ranks, options, variants.of)
+            return local_step(self.compiled, self.source, ranks, options, variants.of, weights)
 
     def replicated(self, replicas: int) -> Pipeline:
         """This pipeline as one of several replicas, with gradients summed over them: what `bind` with a mesh runs."""
@@ -222,6 +230,7 @@ class Pipeline:
         self,
         rank_or_mesh: int | DeviceMesh | None = None,
         *,
+        weights: Any = None,
         timeout_s: float = 600.0,
         seed: int | None = None,
         on_nonfinite: str = "keep",
@@ -247,6 +256,15 @@ class Pipeline:
         `seed` fixes the random numbers; by default they follow rank 0's `torch.manual_seed`. `on_nonfinite` (one
         verdict for all ranks) and `on_new_shape` as in `run_local`.
 
+        `weights` gives this rank's parameters and buffers their values, for a model on the meta device. What others
+        own is neither read nor made. It is a folder (or file) of safetensors, a folder of `step.save` or of
+        torch.distributed.checkpoint, a mapping of names to tensors, or "init": the modules' own initialisers, with
+        draws that follow `seed` and depend on neither ranks, cuts nor replicas. Models of the transformers library are
+        filled as `from_pretrained` does it: names are converted, what is missing is initialised, and what is no part of
+        the model left out, both with a warning (`UserWarning`). Others are filled strictly, as by `load_state_dict`.
+        Other shapes and quantised numbers are refused, and so is a tensor that stays empty. Nothing is unpickled. None:
+        the model has its values.
+
         `zero=1` (ZeRO-1) leaves each replica the optimizer's state of a part of the parameters: `step.parameters()` are
         flat shards then, for an optimizer that works element by element, and the model's own parameters have their new
         values once the next step, or `step.collect()`, has collected them.
@@ -266,7 +284,7 @@ class Pipeline:
                 seed, on_nonfinite, on_new_shape, timeout_s, zero, transport, independent, on_mesh, device
             )
             finding = partial(process_place, self.compiled, self.source, rank_or_mesh, options)
-            place = on_all_ranks("bind", finding, compared(options))
+            place = on_all_ranks("bind", finding, compared(options) | {"weights": kind_of_weights(weights)})
             with waiting(place.name, "the other ranks in bind, one of which"):
                 ranks = OneOfMany(Channels(place, self.device, timedelta(seconds=timeout_s), transport))
             with ranks.binding():
@@ -275,7 +293,7 @@ class Pipeline:
                 compiled = replicated(self.compiled, ranks.replicas, link)
                 compiled = compiled.sharded() if zero else compiled
                 variants = Variants(compiled, self.source, ranks, symbolic=options.is_symbolic)
-                return bound_step(compiled, self.source, self.compiler, ranks, options, variants.of)
+                return bound_step(compiled, self.source, self.compiler, ranks, options, variants.of, weights)
 
     def __repr__(self) -> str:
         stages, ranks, microbatches = len(self.stages), len(self.programs), self.schedule.microbatches

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zbfx.checkpoint.weights import fill
 from zbfx.comm.place import Place, find_place
 from zbfx.comm.together import waiting
 from zbfx.compiled import Compiled
@@ -28,10 +31,14 @@ from zbfx.trace.guard import Source
 from zbfx.trace.tensor_parallel import refuse_other_shards
 
 
-def local_step(pipe: Compiled, source: Source, ranks: AllHere, options: StepOptions, variant: Variant) -> Step:
+def local_step(
+    pipe: Compiled, source: Source, ranks: AllHere, options: StepOptions, variant: Variant, weights: Any
+) -> Step:
     engine = ranks.engine(pipe, Tensors(source.tensors, pipe.joint.constants))
-    prepare(pipe, source, engine)
     seed = torch.initial_seed() if options.seed is None else options.seed
+    if weights is not None:
+        fill(source, weights, engine.tensor_names, source.tensors.keys() - engine.tensor_names, pipe.device, seed)
+    prepare(pipe, source, engine)
     return Step(engine, replace(options, seed=seed), ranks, Launched(), source, variant)
 
 
@@ -48,7 +55,13 @@ def process_place(pipe: Compiled, source: Source, rank_or_mesh: int | DeviceMesh
 
 
 def bound_step(
-    pipe: Compiled, source: Source, compiler: Compiler, ranks: OneOfMany, options: StepOptions, variant: Variant
+    pipe: Compiled,
+    source: Source,
+    compiler: Compiler,
+    ranks: OneOfMany,
+    options: StepOptions,
+    variant: Variant,
+    weights: Any,
 ) -> Step:
     """This process's step of the pipeline, where all ranks hold the same one, with its tensors in place and equal, and
     its connections warm. Collective over all processes."""
@@ -56,7 +69,16 @@ def bound_step(
     place, engine = channels.place, rank_engine(pipe, tensors, channels)
     (runner,) = engine.runners
     holders = parameter_holders(pipe.stages, pipe.placement) | buffer_holders(pipe.stages, pipe.placement)
-    agree(channels, digest(pipe), partial(prepare, pipe, source, engine, holders))
+    seed = torch.initial_seed() if options.seed is None else options.seed
+    seed = channels.gather_shards(ranks.everywhere(seed)[0])[0]
+
+    def ready() -> None:
+        if weights is not None:
+            spare = spare_names(source, holders, place.rank)
+            fill(source, weights, engine.tensor_names, spare, pipe.device, seed)
+        prepare(pipe, source, engine, holders)
+
+    agree(channels, digest(pipe), ready)
     copies = [(name, first, other) for name, (first, *others) in holders.items() for other in others]
     with waiting(channels.name, "the other ranks in bind, one of which"):
         channels.open(pipe.message_pairs | {(first, other) for _, first, other in copies})
@@ -69,8 +91,13 @@ def bound_step(
     warn_of_other_values(channels, compared, runner.tensor_names)
     if pipe.reductions and pipe.reductions[place.rank].shards:
         runner.shard(Shards(pipe.reductions[place.rank].shards, tensors.named, place.replica, ranks.replicas))
-    seed = torch.initial_seed() if options.seed is None else options.seed
-    seed = channels.gather_shards(ranks.everywhere(seed)[0])[0]
     engine.run_phases_by(compiler)
     launch = Captured() if pipe.options.runs.captures else Launched()
     return Step(engine, replace(options, seed=seed), ranks, launch, source, variant)
+
+
+def spare_names(source: Source, holders: Collection[str], rank: int) -> set[str]:
+    """What no stage reads, and this rank has all the same. These are buffers, which are small, and which evaluation may
+    read; on the first rank parameters too."""
+    spare = {name: tensor for name, tensor in source.tensors.items() if name not in holders}
+    return {name for name, tensor in spare.items() if rank == 0 or not isinstance(tensor, nn.Parameter)}
