@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from tests.checkpoint import models
 from tests.checkpoint.models import different, language_pipe, on_meta, plain, plain_pipe, tensors, tokens
 from zbfx.checkpoint.weights import fill
 from zbfx.errors import ZbfxError
+from zbfx.modes import Modes
+from zbfx.trace.guard import Guard, Source
 
 pytestmark = pytest.mark.transformers
 
@@ -32,14 +34,22 @@ def folder_of(model: Any, path: Path, **options: Any) -> Path:
     return path
 
 
-def filled(make: Callable[[], nn.Module], weights: Any, stages: int = 2, **options: Any) -> nn.Module:
+def filled(
+    make: Callable[[], nn.Module], weights: Any, used: Collection[str] | None = None, seed: int = 0
+) -> nn.Module:
+    """A model without memory, filled as a rank that uses these names fills it; by default all."""
     model = on_meta(make)
-    pipe = plain_pipe(model, stages) if make is plain else language_pipe(model, stages)
-    pipe.run_local(weights=weights, **options)
+    fill_model(model, weights, used, seed)
     return model
 
 
-@pytest.mark.parametrize("make", [models.tied_llama, models.mixtral, models.gpt2])
+def fill_model(model: nn.Module, weights: Any, used: Collection[str] | None = None, seed: int = 0) -> None:
+    source = Source(model, None, Guard.of(model, None), Modes.now())
+    used = source.tensors.keys() - {"unread"} if used is None else used
+    fill(source, weights, used, (), torch.device("cpu"), seed)
+
+
+@pytest.mark.parametrize("make", [models.tied_llama, models.mixtral])
 def test_folder_is_read_as_transformers_reads_it(make: Callable[[], Any], tmp_path: Path) -> None:
     """With an index and several files; all tensors, and losses, are those of from_pretrained."""
     torch.manual_seed(0)
@@ -111,9 +121,8 @@ def refusal(make: Callable[[], nn.Module], weights: Any) -> str:
 def test_names_and_shapes_that_do_not_fit_are_refused() -> None:
     state = plain().state_dict()
     without = {name: t for name, t in state.items() if name != "4.bias"}
-    assert "missing are 4.bias, and no part of the model are 9.bias" in refusal(
-        plain, without | {"9.bias": state["4.bias"]}
-    )
+    surplus = without | {"9.bias": state["4.bias"]}
+    assert "missing are 4.bias, and no part of the model are 9.bias" in refusal(plain, surplus)
     assert "4.bias has shape (5,), the model's has (6,)" in refusal(plain, state | {"4.bias": torch.zeros(5)})
     assert "4.bias is stored as torch.int8" in refusal(plain, state | {"4.bias": torch.zeros(6, dtype=torch.int8)})
     untied = state | {"7.weight": state["0.weight"] + 1}
@@ -166,7 +175,7 @@ def test_transformers_model_reports_as_from_pretrained(tmp_path: Path) -> None:
         folder / "model.safetensors",
         {"format": "pt"},
     )
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning, match="weights") as told:
         model = filled(models.gpt2, folder)
     texts = " ".join(str(warning.message) for warning in told)
     assert "no weights were found for transformer.h.1.mlp.c_fc.weight, which start from initial values" in texts
@@ -193,17 +202,21 @@ def test_quantized_transformers_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [plain, models.tied_llama, models.mixtral])
 def test_initial_values_depend_on_the_seed_alone(make: Callable[[], nn.Module]) -> None:
-    one, two, other = filled(make, "init", 1, seed=3), filled(make, "init", 3, seed=3), filled(make, "init", 2, seed=4)
-    assert different(tensors(one), tensors(two)) == []
-    assert len(different(tensors(one), tensors(other))) > 3
+    """And not on what else a rank has."""
+    whole, other = tensors(filled(make, "init", seed=3)), tensors(filled(make, "init", seed=4))
+    assert len(different(whole, other)) > 3
+    names = [name for name, _ in on_meta(make).named_parameters() if name != "unread"]
+    for rank in range(2):
+        part = tensors(filled(make, "init", names[rank::2], seed=3))
+        found = {name: t for name, t in part.items() if not t.is_meta}
+        assert set(names[rank::2]) <= set(found)
+        assert different(found, {name: whole[name] for name in found}) == []
 
 
 def test_initial_values_are_those_of_the_modules() -> None:
     """In distribution: bounds of nn.Linear, deviations of transformers, tables in all bits."""
     wide = on_meta(lambda: nn.Sequential(nn.Linear(400, 400), nn.BatchNorm1d(400), nn.Embedding(300, 400)))
-    source = plain_pipe(on_meta(plain), 2).source
-    source = type(source)(wide, None, source.guard, source.modes)
-    fill(source, "init", dict(wide.named_parameters()), {"1.running_var"}, torch.device("cpu"), 1)
+    fill_model(wide, "init", {*dict(wide.named_parameters()), "1.running_var"})
     found = tensors(wide)
     assert found["0.weight"].abs().max() <= 0.05, "1 / sqrt(inputs)"
     assert abs(float(found["0.weight"].std()) - 0.05 / 3**0.5) < 2e-4
@@ -227,12 +240,12 @@ def test_tensor_that_nothing_fills_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * self.scale + self.table
 
-    model = nn.Sequential(nn.Linear(6, 6), Bare(), nn.Linear(6, 6))
-    for weights, empty in (("init", "1.scale, 1.table"), (model.state_dict(), "1.table")):
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 6), Bare(), nn.Linear(6, 6))
+
+    for weights, empty in (("init", "1.scale, 1.table"), (make().state_dict(), "1.table")):
         with pytest.raises(ZbfxError, match=f"no weights were found for {empty}, and no initialiser"):
-            plain_pipe(on_meta(lambda: nn.Sequential(nn.Linear(6, 6), Bare(), nn.Linear(6, 6))), 2).run_local(
-                weights=weights
-            )
+            filled(make, weights)
 
 
 def anonymous_bytes() -> int:
@@ -245,11 +258,9 @@ def test_rank_reads_its_stage_alone(tmp_path: Path) -> None:
     width, layers = 1024, 8
     big = on_meta(lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))))
     save_file({name: torch.ones(t.shape) for name, t in big.state_dict().items()}, tmp_path / "model.safetensors")
-    source = plain_pipe(on_meta(plain), 2).source
-    source = type(source)(big, None, source.guard, source.modes)
-    fill(source, tmp_path, {"0.bias"}, (), torch.device("cpu"), 0)  # what the first call imports
+    fill_model(big, tmp_path, {"0.bias"})  # what the first call imports
     before = anonymous_bytes()
-    fill(source, tmp_path, {"3.weight", "3.bias"}, (), torch.device("cpu"), 0)
+    fill_model(big, tmp_path, {"3.weight", "3.bias"})
     stage_bytes = sum(t.nbytes for t in big[3].parameters())
     assert anonymous_bytes() - before < 2.0 * stage_bytes, "the stage is one layer here, and so is the largest tensor"
     assert [name for name, t in tensors(big).items() if not t.is_meta] == ["0.bias", "3.weight", "3.bias"]

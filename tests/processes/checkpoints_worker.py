@@ -1,0 +1,53 @@
+"""Scenarios of models and training states on disk, for test_checkpoints.py: functions of the rank, see
+tests/support/pool.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.checkpoint.models import language_pipe, on_meta, plain, plain_pipe, tensors, tokens
+from zbfx.errors import ZbfxError
+
+
+def with_memory(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors(model).items() if not tensor.is_meta}
+
+
+def from_folder(rank: int, make: Callable[[], nn.Module], folder: str) -> dict[str, Any]:
+    """What a rank has in memory, what of it its stages use, and the loss of a step."""
+    model = on_meta(make)
+    step = language_pipe(model, dist.get_world_size()).bind(weights=folder)
+    used = [name for name, _ in (*step.named_parameters(), *step.named_buffers())]
+    found = with_memory(model)
+    ids = tokens(4)
+    return {"memory": found, "used": used, "loss": step(input_ids=ids, labels=ids)}
+
+
+def initial(rank: int) -> dict[str, Tensor]:
+    """Two replicas of two ranks, with ZeRO-1. Seeds of processes differ, and that of rank 0 counts."""
+    torch.manual_seed(rank)
+    model = on_meta(plain)
+    step = plain_pipe(model, 2).bind(
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")), weights="init", zero=1
+    )
+    step(torch.ones(4, 6), torch.zeros(4, 6))
+    return with_memory(model)
+
+
+def refused(rank: int) -> list[str]:
+    """What each rank hears of weights that do not fit one rank, or of which only one is given any."""
+    state = plain().state_dict()
+    wrong = [state | {"4.weight": state["4.weight"].to(torch.int8)}, None if rank else state]
+    found = []
+    for weights in wrong:
+        try:
+            plain_pipe(on_meta(plain), dist.get_world_size()).bind(weights=weights)
+        except ZbfxError as error:
+            found.append(str(error))
+    return found
