@@ -35,7 +35,7 @@ def targets(model: Any, conversions: list[Any]) -> Callable[[str], list[str]]:
         found, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, whole)
         if found not in whole and name in whole:
             return [name]
-        ends = by_pattern[pattern].target_patterns if pattern is not None else ()
+        ends: list[str] = [] if pattern is None else by_pattern[pattern].target_patterns
         return [end for end in (found, *(found.replace(ends[0], other) for other in ends)) if end in whole]
 
     return of

@@ -66,6 +66,8 @@ def gpt2() -> Any:
 class Table(nn.Module):
     """Has a table that no file holds."""
 
+    table: Tensor
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.empty(width))
