@@ -29,7 +29,7 @@ THIS, TABLE = "tests/layers.py", "tests/layers_comparisons.py"
 # imports from its own floor and those below.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("rng", "_torch", "_transformers", "arguments", "memo", "modes", "spelled"),
+    ("rng", "_torch", "_transformers", "arguments", "documents", "memo", "modes", "spelled"),
     ("plan",),
     ("graphs",),
     ("timing",),
@@ -63,14 +63,14 @@ KNOW_ONLY: Mapping[str, tuple[str, ...]] = {
     "timing": ("errors", "plan", "timing"),
     "show": ("errors", "plan", "timing", "show"),
     "schedule.schedule": ("plan", "show"),
-    "schedule.orders": ("errors", "plan", "schedule.orders"),
+    "schedule.orders": ("documents", "errors", "plan", "schedule.orders"),
     "schedule.bounds": ("plan", "timing", "schedule.bounds"),
     "schedule.integer": ("errors", "timing", "schedule.integer"),
     "schedule.search": ("plan", "timing", *BELOW_SEARCH, "schedule.search"),
     "schedule": ("errors", "plan", "timing", *PLANNER),
     "passes": ("errors", "rng", "_torch", "plan", "graphs", "passes"),
 }
-WITHOUT_TORCH = ("errors", "plan", "timing", "show", *PLANNER)
+WITHOUT_TORCH = ("documents", "errors", "plan", "timing", "show", *PLANNER)
 
 PRIVATE_NAMES = ("_torch", "_transformers")  # the rooms of all private names of torch and of transformers
 PYTHONS = ("_exit", "_getframe", "_replace")  # names with an underscore that Python documents

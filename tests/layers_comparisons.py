@@ -54,12 +54,12 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/trace/guard.py": ("name != 'training'",),
     },
     "torch: the type of a device": {
+        "passes/canonicalize.py": ("node.meta['val'][0].device.type != 'cpu'",),
         "zbfx/comm/channels.py": (
             "device.type == 'cuda'",
             "self.device.type != 'cuda'",
             "self.device.type == 'cuda'",
         ),
-        "passes/canonicalize.py": ("node.meta['val'][0].device.type != 'cpu'",),
         "zbfx/comm/process_groups.py": ("device.type != 'cuda'",),
         "zbfx/costs/clock.py": ("device.type != 'cuda'", "device.type == 'cuda'"),
         "zbfx/costs/estimate.py": ("device.type == 'cpu'",),

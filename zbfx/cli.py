@@ -33,7 +33,7 @@ from zbfx.timing.limits import limit_per_rank
 
 FAILED, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 EXAMPLE = "a function that returns the arguments of zbfx.compile as a dict, at least its model and example inputs"
-LEAST_WIDTH = 40  # characters: a narrower grid shows nothing
+LEAST_WIDTH, MOST_WIDTH = 40, 100_000  # characters: a narrower grid shows nothing, a wider one fills memory
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -131,6 +131,8 @@ def width(text: str) -> int:
     """An argparse type: a width that a grid has room in."""
     if int(text) < LEAST_WIDTH:
         raise argparse.ArgumentTypeError(f"a grid takes {LEAST_WIDTH} characters or more; found {text}")
+    if int(text) > MOST_WIDTH:
+        raise argparse.ArgumentTypeError(f"a grid takes {MOST_WIDTH} characters at most; found {text}")
     return int(text)
 
 

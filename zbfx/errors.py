@@ -38,6 +38,15 @@ class InvalidSchedule(ZbfxError):
     """A schedule breaks a rule: an action is missing, doubled, out of order, over the memory limit, or it deadlocks."""
 
 
+class WrongPlacement(ZbfxError):
+    """A schedule stands for another placement than that of the cost table: `reason` says so in one sentence, and the
+    message also what to change in the table."""
+
+    def __init__(self, reason: str, placement: str) -> None:
+        super().__init__(f"{reason}. Set the field placement of the cost table{placement}")
+        self.reason = reason
+
+
 class OverLimit(InvalidSchedule):
     """An order needs more than the memory limit."""
 

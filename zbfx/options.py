@@ -14,7 +14,7 @@ from zbfx._torch import is_optimized
 from zbfx.arguments import finite_number, kind_of, true_or_false, whole_number
 from zbfx.errors import ZbfxError, listed
 from zbfx.passes.recompute import LEVELS, Level
-from zbfx.plan import CostTable
+from zbfx.plan import CostTable, require_size
 from zbfx.schedule.orders.registry import ANY, SHAPES, Improve, V, is_searched
 from zbfx.schedule.orders.written import placement_of_orders, read_orders
 from zbfx.schedule.schedule import Schedule
@@ -64,7 +64,7 @@ class Options:
 
     def __post_init__(self) -> None:
         check_schedule(self.schedule)
-        placement_of(self.schedule, self.stages, self.stages_per_rank, self.costs)
+        placement = placement_of(self.schedule, self.stages, self.stages_per_rank, self.costs)
         if isinstance(self.mem_limit, float) and 0 < self.mem_limit < FEW_BYTES:  # a multiple, taken for bytes
             raise ZbfxError(
                 f"mem_limit is a number of bytes; found {self.mem_limit!r}. Say '{self.mem_limit:g}x' for so many "
@@ -74,7 +74,8 @@ class Options:
             raise ZbfxError(f"costs is 'estimate', 'measure' or a CostTable; found {self.costs!r}")
         if self.recompute != "auto" and self.recompute not in LEVELS:
             raise ZbfxError(f"recompute is one of {', '.join(Level)}, auto; found {self.recompute!r}")
-        whole_number("microbatches", self.microbatches, "how many microbatches a step runs")
+        microbatches = whole_number("microbatches", self.microbatches, "how many microbatches a step runs")
+        require_size(len(placement), microbatches)
         check_backend(self.backend, self.device)
         if self.check not in CHECKS:
             raise ZbfxError(f"check is one of {CHECKS}; found {self.check!r}")
@@ -207,14 +208,15 @@ def placement_of(schedule: Any, ranks: Any, stages_per_rank: Any, costs: Any = N
     shape = SHAPES.get(schedule, ANY) if isinstance(schedule, str) else ANY
     if shape is ANY and stages_per_rank is None and isinstance(costs, CostTable) and costs.rank_count == ranks:
         return costs.placement
-    if stages_per_rank is None:
-        return shape.placement(ranks, shape.default)
-    count = whole_number("stages_per_rank", stages_per_rank, "how many stages a rank holds")
+    count = shape.default
+    if stages_per_rank is not None:
+        count = whole_number("stages_per_rank", stages_per_rank, "how many stages a rank holds")
     if not shape.least <= count <= shape.most:
         raise ZbfxError(
             f"schedule={schedule!r} has {shape.holds}; found stages_per_rank={count}. Leave stages_per_rank out, or "
             f"choose another schedule ('auto', 'ilp' and 'gpipe' take any)"
         )
+    require_size(ranks * count, 1)
     return shape.placement(ranks, count)
 
 

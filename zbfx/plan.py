@@ -24,6 +24,7 @@ from typing import Any
 from zbfx.errors import ZbfxError
 
 Number = int | float | Fraction
+LARGEST_STEP = 2**25  # actions: beyond are numbers that somebody mistyped, and gigabytes before any check
 LEAST, LARGEST = 1e-100, 1e100  # times and sizes other than 0: their whole numbers of ticks fit into a float
 
 
@@ -84,6 +85,16 @@ def require_amount(expected: str, value: Any, where: str = "") -> None:
         raise ZbfxError(f"{expected}; found {value!r}{where}")
     if value and not LEAST <= value <= LARGEST:
         raise ZbfxError(f"{expected}: 0, or from {LEAST:g} to {LARGEST:g}; found {value!r}{where}. Choose another unit")
+
+
+def require_size(stages: int, microbatches: int) -> None:
+    """Raise `ZbfxError` where a step has more Fs, Bs and Ws than a plan could hold."""
+    actions = 3 * stages * microbatches
+    if actions > LARGEST_STEP:
+        raise ZbfxError(
+            f"a step has {LARGEST_STEP:,} actions at most, an F, a B and a W of each stage and microbatch; found "
+            f"{actions:,}, of {stages:,} x {microbatches:,}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +180,8 @@ class CostTable:
                 f"placement names a rank for each of the {len(self.stages)} stages; found {len(self.placement)} entries"
             )
         object.__setattr__(self, "placement", tuple(map(plain_number, self.placement)))
-        if set(self.placement) != set(range(max(self.placement) + 1)):
+        ranks = set(self.placement)
+        if not all(isinstance(rank, int) for rank in ranks) or not ranks.issuperset(range(len(ranks))):
             raise ZbfxError(f"placement uses every rank from 0 up at least once; found {self.placement}")
         for edge in self.edges:
             if not 0 <= edge.source < edge.target < len(self.stages):

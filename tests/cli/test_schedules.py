@@ -125,6 +125,12 @@ def test_compare_as_json(costs: str, capsys: pytest.CaptureFixture[str]) -> None
             "t_b is a finite number >= 0: 0, or from 1e-100 to",
         ),
         ('{"stages": []}', "a cost table needs at least one stage"),
+        ('{"stages": [{"t_f": 1, "t_b": 1, "t_w": 1}], "placement": [1000000000]}', "placement uses every rank from 0"),
+        ('{"stages": [{"t_f": 1, "t_f": 2, "t_b": 1, "t_w": 1}]}', "found 't_f' several times"),
+        ("[" * 100_000 + "]" * 100_000, "lists or objects that are nested too deep"),
+        ('{"stages":' * 100_000 + "1" + "}" * 100_000, "lists or objects that are nested too deep"),
+        ('{"stages":' + "[" * 300 + "]" * 300 + "}", "expected an object with t_f, t_b, t_w, m_b"),
+        ('{"stages": "' + "s" * 9999 + '"}', "stages: expected a list; found 'sssssss"),
     ],
 )
 def test_bad_costs_are_one_message(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,6 +142,18 @@ def test_bad_costs_are_one_message(text: str, message: str, tmp_path: Path, caps
     assert output.err.startswith("zbfx: error: ")
     assert message in output.err
     assert output.err.count("\n") == 1
+    assert len(output.err) < 500
+
+
+@pytest.mark.parametrize("option", [["--microbatches", "1000000000"], ["--width", "1000000000"]])
+def test_numbers_that_would_fill_memory_are_refused_at_once(
+    costs: str, option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["show", "--costs", costs, "--microbatches", "2", "--schedule", "1f1b", *option]
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(main(command))
+    assert stop.value.code == 2
+    assert " at most" in capsys.readouterr().err
 
 
 def test_missing_file_and_unknown_schedule(costs: str, capsys: pytest.CaptureFixture[str]) -> None:

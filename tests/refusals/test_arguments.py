@@ -59,6 +59,23 @@ def test_microbatches_that_are_no_count(microbatches: Any) -> None:
     assert repr(microbatches) in str(caught.value)
 
 
+@pytest.mark.parametrize("size", [{"microbatches": 10**9}, {"stages": 10**9}, {"stages_per_rank": 10**9}])
+@pytest.mark.parametrize("schedule", ["auto", "interleaved-1f1b"])
+def test_sizes_that_would_fill_memory(size: dict[str, int], schedule: str) -> None:
+    problem, sizes = mlp(1), {"stages": 2, "microbatches": 2} | size
+    with pytest.raises(ZbfxError, match=r"33,554,432 actions at most.* 1,000,000,000|2,000,000,000"):
+        zbfx.compile(problem.model, **sizes, example_inputs=problem.inputs, schedule=schedule)  # type: ignore[arg-type]
+
+
+def test_notes_on_schedules_that_were_not_compared_speak_of_these_stages_alone() -> None:
+    """A pipeline has no field of a file to change."""
+    notes = "\n".join(compiled(mlp(2), 2, 2, schedule="auto", check=False).schedule.notes)
+    for name in ("interleaved-1f1b", "zb-v-order", "v-half", "v-min"):
+        assert f"{name}: not compared, {name} puts " in notes
+    assert "found placement (0, 1)\n" in notes
+    assert not {"field", "table", "Set "} & {word for word in ("field", "table", "Set ") if word in notes}
+
+
 def test_unknown_cut() -> None:
     message = refusal(mlp(2), cuts=["no_such_layer"])
     assert "'no_such_layer'" in message

@@ -137,8 +137,16 @@ def test_files_that_hold_no_order(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text("{")
     with pytest.raises(ZbfxError, match=r"or its field 'ranks' alone; found \{'rank'"):
         read_file(tmp_path / "a.json")
-    with pytest.raises(ZbfxError, match="it is not JSON"):
+    with pytest.raises(ZbfxError, match="is not JSON"):
         read_file(tmp_path / "b.json")
+    for name, text, message in (
+        ("deep", "[" * 100_000 + "]" * 100_000, "nested too deep"),
+        ("twice", '{"ranks": ["F0.0"], "ranks": ["F0.1"]}', "found 'ranks' several times"),
+        ("large", '{"ranks": ["F999999999999.0"]}', "found no action of stage 0"),
+    ):
+        (tmp_path / f"{name}.json").write_text(text)
+        with pytest.raises(ZbfxError, match=message):
+            placement_of_orders(read_file(tmp_path / f"{name}.json"))
     with pytest.raises(ZbfxError, match=r"from a file of \.csv or \.json; found .*c\.txt"):
         read_file(tmp_path / "c.txt")
     with pytest.raises(ZbfxError, match=r"cannot read the order .*c\.json: No such file"):

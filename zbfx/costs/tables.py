@@ -11,12 +11,12 @@ means that nothing is sent."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zbfx.documents import read_json, shown
 from zbfx.errors import ZbfxError
 from zbfx.plan import CostTable, Edge, Number, StageCost, require_amount
 
@@ -45,7 +45,7 @@ class Reader:
     @classmethod
     def of(cls, value: Any, where: str, known: tuple[str, ...]) -> Reader:
         if not isinstance(value, dict):
-            raise ZbfxError(f"{where}: expected an object with {', '.join(known)}; found {value!r}")
+            raise ZbfxError(f"{where}: expected an object with {', '.join(known)}; found {shown(value)}")
         unknown = sorted(set(value) - set(known))
         if unknown:
             raise ZbfxError(f"{where}: no field is called {unknown[0]!r}; known: {', '.join(known)}")
@@ -62,7 +62,7 @@ class Reader:
 
     def list(self, key: str) -> list[Any]:
         if not isinstance(value := self.required(key), list):
-            raise ZbfxError(f"{self.where}.{key}: expected a list; found {value!r}")
+            raise ZbfxError(f"{self.where}.{key}: expected a list; found {shown(value)}")
         return value
 
     def required(self, key: str) -> Any:
@@ -73,13 +73,13 @@ class Reader:
 
 def as_number(value: Any, where: str) -> Number:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ZbfxError(f"{where}: expected a number; found {value!r}")
+        raise ZbfxError(f"{where}: expected a number; found {shown(value)}")
     return value
 
 
 def as_integer(value: Any, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ZbfxError(f"{where}: expected a whole number; found {value!r}")
+        raise ZbfxError(f"{where}: expected a whole number; found {shown(value)}")
     return value
 
 
@@ -87,11 +87,9 @@ def read_costs(path: str | Path, placement: Sequence[int] | None = None) -> Cost
     """The cost table in the file `path`; `placement` stands where the file names none. Raises ZbfxError with file and
     field for anything unexpected."""
     try:
-        document = json.loads(Path(path).read_text())
+        document = read_json(path)
     except OSError as error:
         raise ZbfxError(f"cannot read the cost table {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ZbfxError(f"{path} is not JSON: {error}") from error
     return costs_from_json(document, str(path), placement)
 
 

@@ -16,8 +16,8 @@ from difflib import get_close_matches
 from fractions import Fraction
 from typing import Any
 
-from zbfx.errors import ZbfxError
-from zbfx.plan import Action, CostTable, Number
+from zbfx.errors import WrongPlacement, ZbfxError
+from zbfx.plan import Action, CostTable, Number, require_size
 from zbfx.schedule.bounds.certificate import Certificate
 from zbfx.schedule.integer.solver import solvers
 from zbfx.schedule.orders.handmade import Orders
@@ -60,6 +60,7 @@ def plan(
     tables = [costs] if isinstance(costs, CostTable) else list(costs)
     if not tables:
         raise ZbfxError("plan needs a cost table; found an empty sequence")
+    require_size(max(len(table.stages) for table in tables), microbatches)
     candidates, refusals = [], []
     for index, table in enumerate(tables):
         share_s = (begun + budget_s - time.perf_counter()) / (len(tables) - index)
@@ -162,6 +163,8 @@ def _search(
         for other, generate in GENERATORS.items():
             try:
                 compared.append(search.compare(other, generated(generate, costs, microbatches, limits)))
+            except WrongPlacement as refusal:  # what to do about it is for those who asked for this schedule
+                compared.append(f"{other}: not compared, {refusal.reason}")
             except ZbfxError as refusal:
                 compared.append(f"{other}: {str(refusal).splitlines()[0]}")
     search.try_fused()

@@ -9,9 +9,7 @@ Source  ZB-H1 and ZB-H2: section 2 of the paper. GPipe: Huang et al. 2019. 1F1B:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from zbfx.errors import ZbfxError
+from zbfx.errors import WrongPlacement
 from zbfx.plan import Action, CostTable, Kind
 
 Orders = tuple[tuple[Action, ...], ...]
@@ -31,14 +29,10 @@ def gpipe(costs: CostTable, microbatches: int) -> Orders:
 def require_linear(name: str, costs: CostTable) -> None:
     if costs.placement != tuple(range(len(costs.stages))):
         expected = tuple(range(len(costs.stages)))
-        raise ZbfxError(
-            f"{name} puts stage i on rank i: expected placement {expected}, found {costs.placement}. {place(expected)}"
+        raise WrongPlacement(
+            f"{name} puts stage i on rank i: expected placement {expected}, found {costs.placement}",
+            f" to {list(expected)}",
         )
-
-
-def place(expected: Sequence[int]) -> str:
-    """What to do about a cost table with another placement."""
-    return f"Set the field placement of the cost table to {list(expected)}"
 
 
 def one_f_one_b(costs: CostTable, microbatches: int) -> Orders:
@@ -99,9 +93,10 @@ def interleaved_1f1b(costs: CostTable, microbatches: int) -> Orders:
     full is cut out of a full one, which keeps the order free of deadlock."""
     p, count = costs.rank_count, len(costs.stages)
     if count == p or count % p or costs.placement != looped_placement(p, count // p):
-        raise ZbfxError(
+        raise WrongPlacement(
             f"interleaved-1f1b puts stage i on rank i mod p, the same number of stages on each, two or more: found "
-            f"placement {costs.placement}. Set the field placement of the cost table, for two ranks [0, 1, 0, 1]"
+            f"placement {costs.placement}",
+            ", for two ranks [0, 1, 0, 1]",
         )
     chunks = count // p
     virtual = [(chunk, first + j) for first in range(0, microbatches, p) for chunk in range(chunks) for j in range(p)]

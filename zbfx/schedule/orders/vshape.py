@@ -8,9 +8,9 @@ Source  ZB-V: section 6 of the paper. V-Half and V-Min: Qi et al. 2024, "Pipelin
 
 from __future__ import annotations
 
-from zbfx.errors import ZbfxError
+from zbfx.errors import WrongPlacement, ZbfxError
 from zbfx.plan import Action, CostTable, Kind, Number
-from zbfx.schedule.orders.handmade import Orders, place
+from zbfx.schedule.orders.handmade import Orders
 from zbfx.schedule.orders.repeated import repeat_block
 
 
@@ -25,9 +25,9 @@ def require_v(name: str, costs: CostTable) -> None:
         raise ZbfxError(f"{name} puts two stages on each rank in a V: expected an even number of stages, found {count}")
     expected = v_placement(count // 2)
     if costs.placement != expected:
-        raise ZbfxError(
-            f"{name} puts two stages on each rank in a V: expected placement {expected}, found {costs.placement}. "
-            f"{place(expected)}"
+        raise WrongPlacement(
+            f"{name} puts two stages on each rank in a V: expected placement {expected}, found {costs.placement}",
+            f" to {list(expected)}",
         )
 
 

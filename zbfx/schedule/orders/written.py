@@ -10,13 +10,14 @@ Source  the CSV is that of `torch.distributed.pipelining` (`_dump_csv`), of torc
 from __future__ import annotations
 
 import csv
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from itertools import count
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from zbfx.documents import read_json, shown
 from zbfx.errors import InvalidSchedule, ZbfxError
 from zbfx.plan import Action, Kind
 from zbfx.schedule.orders.handmade import Orders
@@ -64,8 +65,9 @@ def placement_of_orders(orders: Orders) -> tuple[int, ...]:
             owners[stage] = rank
     if not owners:
         raise InvalidSchedule("a schedule runs at least one action; found none")
-    if missing := sorted(set(range(max(owners) + 1)) - set(owners)):
-        raise InvalidSchedule(f"a schedule runs all stages from 0 to the last; found no action of stage {missing[0]}")
+    missing = next(stage for stage in count() if stage not in owners)
+    if missing < len(owners):
+        raise InvalidSchedule(f"a schedule runs all stages from 0 to the last; found no action of stage {missing}")
     return tuple(owners[stage] for stage in range(len(owners)))
 
 
@@ -96,13 +98,9 @@ def from_torch(text: str, where: str) -> tuple[Action, ...]:
 def from_json(path: str | PathLike[str]) -> Orders:
     """The orders in a file that `python -m zbfx plan --json` has printed. `{"ranks": ["F0.0 B0.0 W0.0", ...]}` is
     enough. Raises `ZbfxError`."""
-    expected = f"{path}: expected what plan --json prints, or its field 'ranks' alone"
-    try:
-        document = json.loads(Path(path).read_text())
-    except ValueError as error:
-        raise ZbfxError(f"{expected}; it is not JSON: {error}") from error
+    expected, document = f"{path}: expected what plan --json prints, or its field 'ranks' alone", read_json(path)
     if not isinstance(document, Mapping) or not isinstance(document.get("ranks"), list):
-        raise ZbfxError(f"{expected}; found {document!r}"[:300])
+        raise ZbfxError(f"{expected}; found {shown(document)}")
     return read_orders([without_times(order) for order in document["ranks"]])
 
 
