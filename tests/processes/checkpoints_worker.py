@@ -11,7 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import zbfx
 from tests.checkpoint.models import language_pipe, on_meta, plain, plain_pipe, tensors, tokens
+from tests.processes.tensor_parallel_worker import distribute
+from tests.support.models import llama
+from tests.support.reference import compiled
 from zbfx.errors import ZbfxError
 
 
@@ -51,3 +55,36 @@ def refused(rank: int) -> list[str]:
         except ZbfxError as error:
             found.append(str(error))
     return found
+
+
+def whole(rank: int, zero: int, folder: str) -> dict[str, Any]:
+    """Two replicas of two ranks after two steps, the last of which waits for its verdict: the whole model on all, on the
+    first, in files, and what each rank has of it."""
+    model = on_meta(trained)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    step = plain_pipe(model, 2).bind(mesh, weights="init", seed=7, zero=zero)
+    optimizer = zbfx.optim.PostValidated(torch.optim.AdamW(step.parameters(), lr=0.1), step, max_norm=0.01)
+    for _ in range(2):
+        step(torch.ones(4, 6) * (1 + rank // 2), torch.zeros(4, 6))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {"all": step.full_state_dict(everywhere=True), "first": step.full_state_dict()}
+    step.export(folder)
+    step.close()
+    return found | {"own": with_memory(model)}
+
+
+def trained() -> nn.Module:
+    """Without a parameter that nothing fills."""
+    model = plain()
+    del model.unread
+    return model
+
+
+def whole_of_shards(rank: int) -> dict[str, Any]:
+    """A Llama on two ranks of two shards each, and what it was before it was sharded."""
+    problem = llama(2)
+    before = {name: tensor.clone() for name, tensor in problem.model.state_dict().items()}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    distribute(problem.model, mesh["tp"])
+    return {"before": before, "whole": compiled(problem, 2, 2).bind(mesh).full_state_dict(everywhere=True)}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.checkpoint import models
 from tests.checkpoint.models import different, language_pipe, on_meta, plain, plain_pipe, tensors, tokens
@@ -52,3 +53,31 @@ def test_what_one_rank_refuses_all_refuse(launch: Launch) -> None:
     for rank, (kind, other) in launch(2, worker.refused).items():
         assert "4.weight is stored as torch.int8" in kind
         assert "weights is 'a mapping' on rank 0, 'None' on rank 1" in other, rank
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_whole_model_comes_back(launch: Launch, zero: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp(f"zero{zero}") / "model"
+    ranks = launch(4, worker.whole, zero, str(folder))
+    expected = ranks[0]["all"]
+    assert list(expected) == list(worker.trained().state_dict())
+    assert different(ranks[0]["first"], expected) == []
+    assert (
+        different(load_file(folder / "model.safetensors"), {n: t for n, t in expected.items() if n != "7.weight"}) == []
+    )
+    for rank, found in ranks.items():
+        assert rank == 0 or found["first"] == {}
+        parameters = {name for name, _ in worker.trained().named_parameters(remove_duplicate=False)}
+        assert (
+            different(*({n: t for n, t in state.items() if n in parameters} for state in (found["all"], expected)))
+            == []
+        )
+        own = {name: tensor for name, tensor in found["own"].items() if name in parameters}
+        assert own
+        assert different(own, {name: expected[name] for name in own}) == []
+
+
+@pytest.mark.transformers
+def test_whole_of_a_sharded_model(launch: Launch) -> None:
+    for found in launch(4, worker.whole_of_shards).values():
+        assert different(found["whole"], found["before"]) == []

@@ -4,54 +4,22 @@ this process uses. Out: the live tensors with their values; nothing of other ran
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zbfx import _transformers
-from zbfx._torch import persistent_buffers
 from zbfx.checkpoint.hugging_face import as_pretrained, load_pretrained, refuse_quantized
 from zbfx.checkpoint.initial import initial_values
+from zbfx.checkpoint.names import Names, state_names
 from zbfx.checkpoint.stand_in import put, without_memory
 from zbfx.checkpoint.stored import Stored, is_initial, refuse_other_kinds, refuse_other_shapes, stored
 from zbfx.errors import ZbfxError, listed
 from zbfx.trace.guard import Source
-from zbfx.trace.tracer import canonical_names
 
 PREFIX = "model."  # of the model's names in checkpoints of training states
-
-
-@dataclass(frozen=True)
-class Names:
-    """Every name of each tensor of a model and its loss, by the first one, and which of them files have."""
-
-    of: Mapping[str, Sequence[str]]
-    kept: frozenset[str]  # canonical names that a `state_dict` of the model has
-
-    @classmethod
-    def in_model(cls, source: Source) -> Names:
-        names: dict[str, list[str]] = defaultdict(list)
-        for name, first in canonical_names(source.model, source.loss_fn).items():
-            names[first].append(name)
-        stated = set(state_names(source.model))
-        return cls(names, frozenset(first for first, others in names.items() if not stated.isdisjoint(others)))
-
-
-def state_names(model: nn.Module) -> list[str]:
-    """The names of the tensors that `model.state_dict()` has."""
-    found = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        own = persistent_buffers(module)
-        found += [
-            f"{prefix}.{name}" if prefix else name
-            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
-            if name in own
-        ]
-    return found
 
 
 def fill(

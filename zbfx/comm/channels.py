@@ -161,6 +161,15 @@ class Channels:
         if self.rank == target:
             value.copy_(bits.view(value.dtype).view(value.shape))
 
+    def from_rank(self, value: Tensor, source: int) -> Tensor:
+        """The value of one rank of this pipeline, byte for byte, on all of them; on others `value` says its shape and
+        dtype, and may be on the meta device."""
+        bits = value if self.rank == source else torch.empty(value.shape, dtype=value.dtype, device=self.device)
+        bits = bits.contiguous()
+        with waiting(self.name, f"rank {source}, which"):
+            dist.broadcast(bits.reshape(-1).view(torch.uint8), src=self.place.processes[source], group=self.group)
+        return bits
+
     def sum_over_replicas(self, value: Tensor) -> dist.Work:
         """Start to sum a value of this rank over the replicas, in place."""
         work: dist.Work | None = dist.all_reduce(value, group=self.peers, async_op=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,32 +16,19 @@ from zbfx import rng
 from zbfx._torch import uncompiled
 from zbfx.compiled import Compiled
 from zbfx.errors import NonFiniteStep, PipelineFault, ZbfxError
+from zbfx.runtime import on_disk
 from zbfx.runtime.captured import Launched
 from zbfx.runtime.clipping import checked_norms, clip
 from zbfx.runtime.engine import Batch, Engine, T
 from zbfx.runtime.engines import Engines, Variant
+from zbfx.runtime.optimizer import Optimizer
 from zbfx.runtime.options import StepOptions
 from zbfx.runtime.ranks import Ranks
-from zbfx.runtime.runner import Pending, Tensors
+from zbfx.runtime.runner import Tensors
 from zbfx.runtime.timeline import Profile, Recorder
 from zbfx.runtime.verdict import settle, snapshot
 from zbfx.runtime.watch import Watch
 from zbfx.trace.guard import Source
-
-
-class Optimizer(Protocol):
-    """What a step asks of an optimizer whose steps are validated while the next forwards run (`zbfx.optim`)."""
-
-    sync: bool
-    layout: Any  # the `chain` of ranks along which its state passes, and the state's `size`
-    seen: dict[int, list[Any]]  # by rank, where the largest values that actions made are noted
-    runners: list[Any]
-
-    @property
-    def pending(self) -> Pending | None: ...
-    def settle(self) -> None: ...
-    def learn(self) -> None: ...
-    def explain(self) -> None: ...
 
 
 class Step:
@@ -184,6 +172,27 @@ class Step:
             if self.engine.shards is not None:
                 self.begin("collect")
                 self.guarded(self.engine.collect)
+
+    @uncompiled
+    def full_state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
+        """The whole model's `state_dict`, on the CPU: on the first process, others get an empty one, or `everywhere`.
+        Tensors travel one after the other, from the rank that has them. All ranks call it. Buffers that forwards write
+        are those of the first replica, or of each process's own replica. Raises `ZbfxError` where a tensor has no
+        data."""
+        with self.alone():
+            self.collect()
+            return on_disk.full_state_dict(self, everywhere)
+
+    @uncompiled
+    def export(self, folder: str | os.PathLike[str], *, dtype: Any = None, max_shard_size: int | str = "5GB") -> None:
+        """Write the whole model as safetensors, in several files with an index where it is larger than `max_shard_size`
+        (bytes, or text like "5GB"). A model of the transformers library is written as by `save_pretrained`, which
+        `from_pretrained` loads. `dtype`: that of the floating tensors in the files; None: as they are. All ranks call
+        it; the first process holds the whole model in the host's memory and writes the files, into a folder that may
+        exist. Returns on all ranks once they are there. Raises `ZbfxError` where they cannot be written."""
+        with self.alone():
+            self.collect()
+            on_disk.export(self, folder, dtype, max_shard_size)
 
     @uncompiled
     def close(self) -> None:
