@@ -58,8 +58,8 @@ def refused(rank: int) -> list[str]:
 
 
 def whole(rank: int, zero: int, folder: str) -> dict[str, Any]:
-    """Two replicas of two ranks after two steps, the last of which waits for its verdict: the whole model on all, on the
-    first, in files, and what each rank has of it."""
+    """Two replicas of two ranks after two steps, the last of which waits for its verdict: the whole model on all ranks,
+    on the first, in files, and what each rank has of it."""
     model = on_meta(trained)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     step = plain_pipe(model, 2).bind(mesh, weights="init", seed=7, zero=zero)

@@ -37,7 +37,7 @@ def refuse_empty(source: Source, own: set[str]) -> None:
 def whole_state(
     source: Source, owner: Mapping[str, int], channels: Channels | None, *, everywhere: bool
 ) -> dict[str, Tensor]:
-    """The model's `state_dict`, on the CPU: on every rank, or the first one of the first replica; on others it is empty.
+    """The model's `state_dict`, on the CPU: on all ranks, or the first one of the first replica; on others it is empty.
     Ranks send one tensor after the other. All names of one tensor have one tensor. Collective over the pipeline."""
     keeps = everywhere or channels is None or is_first(channels)
     names, values = Names.in_model(source), dict[str, Tensor]()
