@@ -313,8 +313,7 @@ def writes_into(tensor: Tensor) -> int:
 
 
 def under_the_tracer() -> list[Tensor]:
-    """The stand-ins for tensors under the tracer that anything still holds."""
-    gc.collect()
+    """The stand-ins for tensors under the tracer, those included that only garbage holds."""
     return [found for found in gc.get_objects() if type(found) is FunctionalTensor]
 
 

@@ -6,6 +6,8 @@ They run once, as the model is traced, and not in steps. What they write into bu
 
 from __future__ import annotations
 
+import gc
+
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -65,8 +67,11 @@ class BackwardCode:
                 f"once, as the model is traced, and not in steps. Remove it, let it write into a buffer "
                 f"(register_buffer), or look at .grad after the step"
             )
-        before = {id(tensor) for tensor in self.before}
-        kept = self.are_there and not self.recompute and [t for t in _torch.under_the_tracer() if id(t) not in before]
+        kept = self.kept() if self.are_there and not self.recompute else []
+        if kept:  # by garbage, perhaps: collecting takes longer than to trace a small model
+            kept.clear()
+            gc.collect()
+            kept = self.kept()
         self.before = []
         if kept:
             raise TraceError(
@@ -74,6 +79,12 @@ class BackwardCode:
                 f"the backward of a torch.autograd.Function: that would run once, as the model is traced, and not in "
                 f"steps. Write what is to be kept into a buffer (register_buffer)"
             )
+
+
+    def kept(self) -> list[Tensor]:
+        """Stand-ins for tensors that came in the backward and are there still."""
+        before = {id(tensor) for tensor in self.before}
+        return [tensor for tensor in _torch.under_the_tracer() if id(tensor) not in before]
 
 
 def hook_line(hook: Hook) -> str:
