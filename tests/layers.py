@@ -50,7 +50,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("runtime",),
     ("optim",),
-    ("gradient_check", "candidate", "fit", "variants", "replicas", "selfcheck", "pipeline", "zbfx"),
+    ("gradient_check", "candidate", "fit", "variants", "replicas", "report", "selfcheck", "pipeline", "zbfx"),
     ("cli", "__main__"),
 )
 

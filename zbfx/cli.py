@@ -28,7 +28,8 @@ from zbfx.schedule import improve, names, plan
 from zbfx.schedule.orders.written import placement_of_orders, read_file
 from zbfx.schedule.schedule import Schedule
 from zbfx.show.chrome_trace import chrome_trace
-from zbfx.show.text import amount, coloured_grid, summary
+from zbfx.show.text import coloured_grid, summary
+from zbfx.show.units import amount
 from zbfx.timing.limits import limit_per_rank
 
 FAILED, INTERRUPTED, BROKEN_PIPE = 2, 130, 141

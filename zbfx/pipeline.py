@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,12 +33,15 @@ from zbfx.plan import CostTable
 from zbfx.program.boxed import Compiler
 from zbfx.program.codegen import Program
 from zbfx.replicas import replicated
+from zbfx.report import subject
 from zbfx.runtime.bind import bound_step, local_step, process_place
 from zbfx.runtime.options import BindOptions, StepOptions
 from zbfx.runtime.ranks import AllHere, OneOfMany
 from zbfx.runtime.step import Step
+from zbfx.runtime.timeline import Profile
 from zbfx.schedule.schedule import Schedule
 from zbfx.selfcheck import self_checked
+from zbfx.show.page import page
 from zbfx.trace.guard import Guard, Source
 from zbfx.trace.loss import Reduction, separate_count
 from zbfx.trace.tensor_parallel import local_parts, refuse_measuring
@@ -186,6 +191,11 @@ class Pipeline:
         return self.compiled.memory
 
     @property
+    def costs(self) -> CostTable:
+        """Seconds and bytes of every stage and edge, estimated or measured, and the rank of each stage."""
+        return self.schedule.costs
+
+    @property
     def device(self) -> torch.device:
         return self.compiled.device
 
@@ -196,6 +206,17 @@ class Pipeline:
     def memory_report(self) -> MemoryReport:
         """A record that prints what each rank holds: static parts, the peak, and what is live at the peak."""
         return MemoryReport(self.memory, self.schedule.mem_limit)
+
+    def report(
+        self, path: str | PathLike[str], *, profile: Profile | None = None, compare: Sequence[str] | None = None
+    ) -> None:
+        """Write a page on this pipeline to `path`: one file, which needs no network (`docs/report.md`).
+
+        It has the timeline of all ranks to zoom into, the cause of every idle second, what ranks hold, the cut, the
+        programs. `profile`, what `step.profile` returned, adds a measured step. `compare` names the schedules that the
+        pipeline's is compared with, planned for the same costs; None: all by hand that its stages can run.
+        """
+        Path(path).write_text(page(subject(self.compiled, profile, compare)))
 
     @uncompiled
     def run_local(

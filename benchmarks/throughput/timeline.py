@@ -67,9 +67,14 @@ def rank_rows(profile: Profile) -> list[dict[str, Any]]:
             "measured_end_s": max(span.end_s for span in measured),
             "planned_busy_s": busy_s(planned),
             "measured_busy_s": busy_s(measured),
-            "gaps": [
-                {"before": str(gap.before), "idle_s": round(gap.idle_s, 6), "cause": gap.cause}
-                for gap in [gap for gap in profile.gaps if gap.rank == rank][:LONGEST]
+            "idle": [
+                {
+                    "before": str(idle.before),
+                    "idle_s": round(idle.idle_s, 6),
+                    "cause": idle.cause,
+                    "because": str(idle.because),
+                }
+                for idle in sorted(profile.idle[rank], key=lambda idle: -idle.idle_s)[:LONGEST]
             ],
         }
         for rank, (planned, measured) in enumerate(zip(as_they_run(profile.schedule), profile.spans, strict=True))

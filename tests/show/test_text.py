@@ -10,7 +10,9 @@ from rich.console import Console
 from zbfx.plan import CostTable, Kind, StageCost
 from zbfx.schedule import plan
 from zbfx.schedule.schedule import Schedule
-from zbfx.show.text import Columns, amount, coloured_grid, column_maxima, grid, time_cell
+from zbfx.show.explain import Account
+from zbfx.show.text import Columns, coloured_grid, column_maxima, grid, time_cell
+from zbfx.show.units import amount, ticks
 
 STAGE = StageCost(2, 3, 5, saved_bytes=4, weight_saved_bytes=1)
 COSTS = CostTable.chain([STAGE, STAGE], 7)
@@ -26,9 +28,11 @@ def test_time_grid_draws_one_character_per_second(tiny: Schedule) -> None:
     assert grid(tiny, width=60).splitlines() == [
         "rank 0 |F0F1.................B0-W0---B1-W1---|",
         "rank 1 |.........F0B0-F1B1-W0---W1---........|",
+        "time   |0         10        20        30",
         "memory held, a full bar is the peak: 8 on rank 0",
         "rank 0 |▄▄██████████████████████▅▅▅▅▅▄▄▄▁▁▁▁▁|",
         "rank 1 |         ▄▄▄▄▄▅▅▅▅▅▂▂▂▂▂▁▁▁▁▁        |",
+        "46% idle: messages take 3.5 x as long as F; larger microbatches or fewer ranks make it a smaller share",
         "custom: 2 ranks, 2 microbatches, iteration time 37, bubble rate 0.4595, lower bound 36 (gap 2.78%)",
     ]
 
@@ -59,7 +63,7 @@ def test_letters_only_where_an_action_has_no_room(tiny: Schedule) -> None:
 
 def test_fused_backward_ends_in_equals_signs() -> None:
     schedule = plan(COSTS, 1, schedule=["F0.0 BW0.0", "F1.0 B1.0 W1.0"])
-    assert grid(schedule, width=60).splitlines()[:2] == [
+    assert grid(schedule, width=40).splitlines()[:2] == [
         "rank 0 |F0...................BW0=====|",
         "rank 1 |.........F0B0-W0---..........|",
     ]
@@ -112,3 +116,53 @@ def test_column_maxima_take_the_largest_value_of_each_column() -> None:
 
 def test_amounts_of_memory() -> None:
     assert [amount(1.5), amount(3 * 2**20), amount(2.5 * 2**30)] == ["1.5", "3.00 MiB", "2.50 GiB"]
+
+
+def test_the_grid_fills_the_window_where_whole_columns_would_leave_much_of_it() -> None:
+    schedule = plan(COSTS, 1, schedule=["F0.0 BW0.0", "F1.0 B1.0 W1.0"])  # 29 seconds
+    assert [len(grid(schedule, width).splitlines()[0]) for width in (40, 60, 70)] == [38, 60, 67]
+
+
+@pytest.mark.parametrize(
+    ("most", "count", "expected"),
+    [(37, 3, [0, 10, 20, 30]), (1, 4, [0, 0.5, 1]), (0, 5, [0]), (7, 0, [0])],
+)
+def test_ticks_are_round(most: float, count: int, expected: list[float]) -> None:
+    assert ticks(most, count) == expected
+
+
+FAST = StageCost(1, 1, 1, saved_bytes=2, weight_saved_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("stages", "comm", "name", "limit", "expected"),
+    [
+        ([FAST] * 4, 0, "zb-h2", None, "no idle time worth the name: every rank works through the whole step"),
+        (
+            [FAST] * 4, 0, "1f1b", None,
+            "27% idle: rank 0 waits mostly for BWs of rank 1; backwards split into B and W fill such time",
+        ),
+        (
+            [FAST] * 4, 0, "zb-h1", "1x",
+            "11% idle: the memory limit keeps rank 0 from running F0.4 earlier; raise it, or recompute more",
+        ),
+        (
+            [FAST] * 4, 0, "zb-h1", None,
+            "11% idle: rank 0 could run F0.4 earlier; schedule='auto' searches for a better order",
+        ),
+        (
+            [FAST] * 4, 9, "zb-h1", None,
+            "86% idle: messages take 9 x as long as F; this model is too small to gain from a pipeline",
+        ),
+        (
+            [FAST, StageCost(3, 3, 3)], 0, "1f1b", None,
+            "36% idle: rank 1 has 1.5 x the mean work; cut the stages elsewhere",
+        ),
+    ],
+)  # fmt: skip
+def test_one_line_says_what_limits_a_schedule(
+    stages: list[StageCost], comm: float, name: str, limit: str | None, expected: str
+) -> None:
+    schedule = plan(CostTable.chain(stages, comm), 8, schedule=name, mem_limit=limit)
+    assert str(Account.of_plan(schedule)) == expected
+    assert grid(schedule).splitlines()[-2] == expected

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from zbfx.plan import Action, Kind, Span
+from zbfx.plan import Action, Span
 from zbfx.schedule.schedule import Schedule
+from zbfx.show.chrome_trace import chrome_trace
 from zbfx.show.svg import comparison
-
-
-@dataclass(frozen=True)
-class Gap:
-    """Idle time of a rank before an action: `cause` is what the action waited for."""
-
-    rank: int
-    before: Action
-    idle_s: float
-    cause: str
+from zbfx.timing.idle import Idle, idle_times
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,36 +32,21 @@ class Profile:
         return max(span.end_s for spans in self.spans for span in spans)
 
     @property
-    def gaps(self) -> tuple[Gap, ...]:
-        """Every idle gap, longest first. A gap that ends less than the edge's time after the action that it waits for
-        has ended is that dependency's; any other is the rank's own: launching, memory, or communication."""
-        ends = {span.action: span.end_s for spans in self.spans for span in spans}
-        found = []
-        for rank, spans in enumerate(self.spans):
-            previous_s = 0.0
-            for span in spans:
-                if span.start_s > previous_s:
-                    found.append(Gap(rank, span.action, span.start_s - previous_s, self.cause(span, previous_s, ends)))
-                previous_s = max(previous_s, span.end_s)
-        return tuple(sorted(found, key=lambda gap: -gap.idle_s))
+    def idle(self) -> tuple[tuple[Idle, ...], ...]:
+        """Per rank, in order, its idle time in pieces, each with its cause (`docs/report.md`)."""
+        return idle_times(self.schedule.costs, self.spans)
 
     def svg(self) -> str:
         """The measured step beside its plan, as an SVG document."""
         return comparison(self.schedule, self.spans)
 
-    def cause(self, span: Span, idle_from_s: float, ends: dict[Action, float]) -> str:
-        action, costs = span.action, self.schedule.costs
-        sources = [
-            Action(Kind.F if action.kind is Kind.F else Kind.B, other, action.microbatch)
-            for edge in costs.edges
-            for other, own in ((edge.source, edge.target), (edge.target, edge.source))
-            if own == action.stage and (other < own) == (action.kind is Kind.F) and action.kind is not Kind.W
-        ]
-        late = [source for source in sources if ends.get(source, 0.0) > idle_from_s]
-        if late:
-            latest = max(late, key=lambda source: ends[source])
-            return f"waits for {latest}, which ended {1e3 * (ends[latest] - idle_from_s):.3f} ms into the gap"
-        return "nothing it depends on is late: launching or communication"
+    def _repr_svg_(self) -> str:
+        """What a notebook shows."""
+        return self.svg()
+
+    def trace(self, path: str | PathLike[str]) -> None:
+        """Write the plan and the measured step to `path` in Chrome's trace format."""
+        Path(path).write_text(chrome_trace(self.schedule, self.spans))
 
 
 class Recorder:

@@ -15,7 +15,8 @@ from shutil import get_terminal_size
 
 from zbfx.plan import Timetable
 from zbfx.show.chrome_trace import chrome_trace
-from zbfx.show.svg import html, svg
+from zbfx.show.page import Subject, page
+from zbfx.show.svg import svg
 from zbfx.show.text import grid
 
 
@@ -32,8 +33,12 @@ class Schedule(Timetable):
         return svg(self)
 
     def html(self) -> str:
-        """The grid as a self-contained page; hovering shows action and times."""
-        return html(self)
+        """A self-contained page: the timeline to zoom into, why ranks idle, memory (`docs/report.md`)."""
+        return page(Subject(self))
+
+    def _repr_svg_(self) -> str:
+        """What a notebook shows."""
+        return svg(self)
 
     def trace(self, path: str | PathLike[str]) -> None:
         """Write the schedule to `path` in Chrome's trace format."""

@@ -1,155 +1,199 @@
-"""A schedule as an SVG picture: one lane per rank, time to the right, the memory each rank holds under its lane; and as
-one self-contained HTML page: the picture, a tooltip with action and times, a table of figures.
+"""A schedule as an SVG picture: one lane per rank, time to the right, why the rank idles, and what it holds, below.
 
 `comparison` draws a measured step beside its plan. Every action is a `<rect>` with a `<title>` that names it and its
-times, so viewers show both on hover.
+times, so viewers show both on hover; `data-start` and `data-end` are the times to the last digit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 
-from zbfx.plan import Kind, Span, Timetable
-from zbfx.show.text import amount, labeller, summary
-from zbfx.timing.simulate import simulate
+from zbfx.plan import Action, Span, Timetable
+from zbfx.show.explain import Account
+from zbfx.show.palette import FILLS, IDLE_FILLS, LIMIT_LINE, MEMORY_FILL, opacity
+from zbfx.show.text import labeller, summary
+from zbfx.show.units import amount, duration, ticks, time_unit
+from zbfx.timing.fillers import Curve
+from zbfx.timing.idle import Idle, memory_of
 from zbfx.timing.two_streams import as_they_run
 
-FILLS = {Kind.F: "#6fa8dc", Kind.B: "#76d7c4", Kind.W: "#93c47d", Kind.BW: "#f0c05a"}
-LANE_PX, MEMORY_PX, GAP_PX, LEFT_PX, HEAD_PX, CHARACTER_PX = 22, 16, 6, 64, 24, 6.2
+LANE_PX, IDLE_PX, MEMORY_PX, GAP_PX, LEFT_PX, RIGHT_PX = 22, 5, 16, 6, 64, 60
+LINE_PX, AXIS_PX, TICK_PX = 16, 18, 90  # TICK_PX: from one tick to the next, about
+CHARACTER_PX, SMALL_PX = 6.2, 4.6  # of 11 px and of 8 px
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Seconds to pixels; `total_s` fills `width_px`."""
+
+    schedule: Timetable
+    total_s: float
+    width_px: float
+
+    def x(self, time_s: float) -> float:
+        return LEFT_PX + (time_s / self.total_s * self.width_px if self.total_s else 0.0)
+
+    def axis(self, top: float, bottom: float) -> Iterator[str]:
+        """Ticks with numbers at `top`, lines down to `bottom`, and the unit."""
+        size, unit = time_unit(self.total_s, self.schedule)
+        for tick in ticks(self.total_s / size, int(self.width_px / TICK_PX)):
+            x = self.x(tick * size)
+            yield f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{top + 3:g}" y2="{bottom:g}" stroke="#ccc" stroke-width="0.5"/>'
+            yield f'<text x="{x:.2f}" y="{top:g}" text-anchor="middle" fill="#555">{tick:.6g}</text>'
+        yield f'<text x="4" y="{top:g}" fill="#555">{f"time, {unit}" if unit else "time"}</text>'
 
 
 def svg(schedule: Timetable, width_px: int = 1400) -> str:
     """A complete SVG document, `width_px` wide."""
-    ranks = schedule.costs.rank_count
-    height_px = HEAD_PX + ranks * (LANE_PX + MEMORY_PX + GAP_PX)
-    scale = (width_px - LEFT_PX - 8) / schedule.makespan_s if schedule.makespan_s else 0.0
-    curves = schedule.memory or simulate(schedule.costs, schedule.microbatches, schedule.ranks).memory
-    most = max(schedule.peak_bytes, default=0.0)
-    body = [f'<text x="4" y="15">{escape(summary(schedule))}</text>']
-    for rank, (spans, curve) in enumerate(zip(schedule.spans, curves, strict=True)):
-        top = HEAD_PX + rank * (LANE_PX + MEMORY_PX + GAP_PX)
-        right = LEFT_PX + schedule.makespan_s * scale
-        body.append(f'<text x="4" y="{top + 15}">rank {rank}</text>')
-        body.append(f'<rect x="{LEFT_PX}" y="{top}" width="{right - LEFT_PX:.2f}" height="{LANE_PX}" fill="#f2f2f2"/>')
-        body += [action_rect(schedule, span, top, scale) for span in spans]
-        body.append(memory_area(curve, most, top + LANE_PX, scale, right, schedule.peak_bytes[rank]))
+    account, spans = Account.of_plan(schedule), as_they_run(schedule)
+    total_s = max((span.end_s for row in spans for span in row), default=0.0)
+    scale = Scale(schedule, total_s, width_px - LEFT_PX - RIGHT_PX)
+    curves, most = memory_of(schedule), max((*schedule.peak_bytes, *(schedule.mem_limit or ())), default=0.0)
+    head = [summary(schedule), str(account)]
+    step_px, first = LANE_PX + IDLE_PX + MEMORY_PX + GAP_PX, LINE_PX * (len(head) + 1) + AXIS_PX + 4
+    height_px = first + step_px * len(spans)
+    body = [*heading(head), *legend(LINE_PX * (len(head) + 1)), *scale.axis(first - 6, height_px - GAP_PX)]
+    for rank, (row, curve) in enumerate(zip(spans, curves, strict=True)):
+        top, limit = first + rank * step_px, float(schedule.mem_limit[rank]) if schedule.mem_limit else None
+        body += lane(schedule, f"rank {rank}", row, top, scale)
+        body += [idle_rect(piece, schedule, top + LANE_PX, scale) for piece in account.idle[rank]]
+        body += memory_strip(schedule, curve, most, top + LANE_PX + IDLE_PX, scale, schedule.peak_bytes[rank], limit)
     return document(body, width_px, height_px)
 
 
 def comparison(schedule: Timetable, measured: Sequence[Sequence[Span]], width_px: int = 1400) -> str:
-    """Two lanes per rank on one scale: the plan, and below it what was measured. A W beside a B fills the lower half of
-    its lane."""
-    planned, guests = as_they_run(schedule), dict(schedule.beside)
-    planned_s, measured_s = (max(span.end_s for spans in lanes for span in spans) for lanes in (planned, measured))
-    scale = (width_px - LEFT_PX - 8) / max(planned_s, measured_s)
-    body = [
-        f'<text x="4" y="15">{escape(schedule.name)}: planned {planned_s:.6g} s, measured {measured_s:.6g} s '
-        f"from the first start to the last end</text>"
+    """Two lanes per rank: the plan, and below it what was measured. Both on one scale, unless one takes more than twice
+    as long as the other. A W beside a B fills the lower half of its lane."""
+    planned = as_they_run(schedule)
+    totals = [max((span.end_s for row in lanes for span in row), default=0.0) for lanes in (planned, measured)]
+    apart = differ(*totals)
+    scales = [Scale(schedule, total if apart else max(totals), width_px - LEFT_PX - RIGHT_PX - 4) for total in totals]
+    planned_s, measured_s = (duration(total, schedule, 6) for total in totals)
+    head = [
+        f"{schedule.name}: planned {planned_s}, measured {measured_s} from the first start to the last end"
+        + (": each on its own scale" if apart else ""),
+        f"measured: {Account.of_step(schedule, measured)}",
     ]
-    lanes = [
-        (f"{kind} {rank}", lane[rank])
-        for rank in range(schedule.costs.rank_count)
-        for kind, lane in (("plan", planned), ("step", measured))
-    ]
-    for index, (name, spans) in enumerate(lanes):
-        top = HEAD_PX + index * LANE_PX + (index // 2 + index) * GAP_PX / 2
-        body.append(f'<text x="4" y="{top + 15}">{name}</text>')
-        # Ws beside Bs come last: they are drawn over these.
-        body += [action_rect(schedule, span, top, scale) for span in spans if span.action not in guests]
-        beside = [span for span in spans if span.action in guests]
-        body += [action_rect(schedule, span, top + LANE_PX / 2, scale, LANE_PX / 2) for span in beside]
-    height_px = HEAD_PX + len(lanes) * (LANE_PX + GAP_PX)
-    return document(body, width_px, height_px)
+    pair_px, first = 2 * (LANE_PX + IDLE_PX) + GAP_PX, LINE_PX * (len(head) + 1) + AXIS_PX + 4
+    last = first + pair_px * len(planned)
+    body = [*heading(head), *legend(LINE_PX * (len(head) + 1)), *scales[0].axis(first - 6, last - GAP_PX)]
+    body += scales[1].axis(last + LINE_PX - GAP_PX, last - GAP_PX) if apart else ()
+    accounts = (Account.of_plan(schedule), Account.of_step(schedule, measured))
+    for rank in range(len(planned)):
+        for index, (name, account) in enumerate(zip(("plan", "step"), accounts, strict=True)):
+            top = first + rank * pair_px + index * (LANE_PX + IDLE_PX)
+            body += lane(schedule, f"{name} {rank}", account.spans[rank], top, scales[index])
+            body += [idle_rect(piece, schedule, top + LANE_PX, scales[index]) for piece in account.idle[rank]]
+    return document(body, width_px, last + (AXIS_PX if apart else 0))
 
 
-def document(body: Sequence[str], width_px: int, height_px: int) -> str:
+def differ(planned_s: float, measured_s: float) -> bool:
+    """Whether times differ so much that one scale would hide the shorter ones."""
+    return max(planned_s, measured_s) > 2 * min(planned_s, measured_s)
+
+
+def heading(lines: Sequence[str]) -> list[str]:
+    return [f'<text x="4" y="{LINE_PX * (index + 1) - 3}">{escape(line)}</text>' for index, line in enumerate(lines)]
+
+
+def legend(top: int) -> Iterator[str]:
+    """A square and a name for every colour."""
+    fills = [(str(kind), fill) for kind, fill in FILLS.items()]
+    fills += [(f"idle: {cause}", fill) for cause, fill in IDLE_FILLS.items()]
+    x = 4.0
+    for name, fill in fills:
+        yield f'<rect class="legend" x="{x:.1f}" y="{top}" width="10" height="10" fill="{fill}"/>'
+        yield f'<text x="{x + 13:.1f}" y="{top + 9}">{name}</text>'
+        x += 13 + CHARACTER_PX * len(name) + 14
+
+
+def document(body: Sequence[str], width_px: int, height_px: float) -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width_px}" height="{height_px}" '
-        f'viewBox="0 0 {width_px} {height_px}" font-family="monospace" font-size="11">\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width_px}" height="{height_px:g}" '
+        f'viewBox="0 0 {width_px} {height_px:g}" font-family="monospace" font-size="11" style="background: #fff">\n'
         + "\n".join(body)
         + "\n</svg>\n"
     )
 
 
-def action_rect(schedule: Timetable, span: Span, top: float, scale: float, height_px: float = LANE_PX) -> str:
-    """One action; later stages of a rank are drawn paler, its number appears where there is room."""
-    action = span.action
-    x, width = LEFT_PX + span.start_s * scale, (span.end_s - span.start_s) * scale
-    depth = schedule.costs.stages_of(schedule.costs.placement[action.stage]).index(action.stage)
-    label = labeller(schedule)(action)
-    title = f"<title>{action}: {span.start_s:.6g} to {span.end_s:.6g}</title>"
+def lane(schedule: Timetable, name: str, spans: Sequence[Span], top: float, scale: Scale) -> Iterator[str]:
+    """The actions of a rank. Ws beside Bs come last: they are drawn over these."""
+    guests, label = dict(schedule.beside), labeller(schedule)
+    yield f'<text x="4" y="{top + 15:g}">{name}</text>'
+    right = scale.x(scale.total_s)
+    yield f'<rect x="{LEFT_PX}" y="{top:g}" width="{right - LEFT_PX:.2f}" height="{LANE_PX}" fill="#f2f2f2"/>'
+    for span in spans:
+        if span.action not in guests:
+            yield action_rect(schedule, span, label(span.action), top, LANE_PX, scale)
+    for span in spans:
+        if span.action in guests:
+            yield action_rect(schedule, span, label(span.action), top + LANE_PX / 2, LANE_PX / 2, scale)
+
+
+def action_rect(schedule: Timetable, span: Span, label: str, top: float, height_px: float, scale: Scale) -> str:
+    """One action. Its label is drawn where there is room, else its microbatch, in small digits, where there is."""
+    action, x = span.action, scale.x(span.start_s)
+    width = scale.x(span.end_s) - x
+    title = f"{action}: {duration(span.start_s, schedule, 6)} to {duration(span.end_s, schedule, 6)}"
     rect = (
-        f'<rect class="action" data-microbatch="{action.microbatch}" x="{x:.2f}" y="{top}" width="{width:.2f}" '
-        f'height="{height_px:g}" fill="{FILLS[action.kind]}" fill-opacity="{max(0.4, 1 - 0.3 * depth):.1f}" '
-        f'stroke="#333" stroke-width="0.5">{title}</rect>'
+        f'<rect class="action" data-action="{action}" data-start="{span.start_s!r}" data-end="{span.end_s!r}" '
+        f'x="{x:.2f}" y="{top:g}" width="{width:.2f}" height="{height_px:g}" fill="{FILLS[action.kind]}" '
+        f'fill-opacity="{opacity(action, schedule.costs):.1f}" stroke="#333" stroke-width="0.5">'
+        f"<title>{title}</title></rect>"
     )
-    if len(label) * CHARACTER_PX > width or height_px < LANE_PX:
+    text, size = fitting(label, action, width) if height_px == LANE_PX else ("", 0)
+    if not text:
         return rect
-    middle = x + width / 2
-    return rect + f'<text x="{middle:.2f}" y="{top + 15}" text-anchor="middle" pointer-events="none">{label}</text>'
+    return (
+        f'{rect}<text x="{x + width / 2:.2f}" y="{top + 15:g}" font-size="{size}" text-anchor="middle" '
+        f'pointer-events="none">{text}</text>'
+    )
 
 
-def memory_area(
-    curve: tuple[tuple[float, float], ...], most: float, top: float, scale: float, right: float, peak: float
-) -> str:
-    """A step curve of the bytes held, filled down to zero; `most` is the height of the strip."""
-    bottom = top + MEMORY_PX
-    points = [f"{LEFT_PX:.2f},{bottom:.2f}"]
-    level = bottom
+def fitting(label: str, action: Action, width_px: float) -> tuple[str, int]:
+    """What fits into an action's width, and its size in pixels."""
+    if len(label) * CHARACTER_PX <= width_px:
+        return label, 11
+    number = str(action.microbatch)
+    return (number, 8) if len(number) * SMALL_PX <= width_px else ("", 0)
+
+
+def idle_rect(piece: Idle, schedule: Timetable, top: float, scale: Scale) -> str:
+    left, right = scale.x(piece.start_s), min(scale.x(piece.end_s), scale.x(scale.total_s))
+    why = f" before {piece.before}" if piece.before else ""
+    why += f" ({piece.because})" if piece.because else ""
+    return (
+        f'<rect class="idle" data-cause="{piece.cause}" data-start="{piece.start_s!r}" data-end="{piece.end_s!r}" '
+        f'x="{left:.2f}" y="{top:g}" width="{max(0.0, right - left):.2f}" height="{IDLE_PX - 1}" '
+        f'fill="{IDLE_FILLS[piece.cause]}"><title>idle {duration(piece.idle_s, schedule)}: {piece.cause}{why}</title>'
+        f"</rect>"
+    )
+
+
+def memory_strip(
+    schedule: Timetable, curve: Curve, most: float, top: float, scale: Scale, peak: float, limit: float | None
+) -> Iterator[str]:
+    """A step curve of the bytes held, filled down to zero, with the limit as a line; `most` is the strip's height."""
+    bottom, right = top + MEMORY_PX, scale.x(scale.total_s)
+
+    def y(held: float) -> float:
+        return bottom - (held / most if most else 0.0) * (MEMORY_PX - 2)
+
+    points, level = [f"{LEFT_PX:.2f},{bottom:.2f}"], bottom
     for time, held in curve:
-        x = LEFT_PX + time * scale
+        x = scale.x(time)
         points.append(f"{x:.2f},{level:.2f}")
-        level = bottom - (held / most if most else 0.0) * (MEMORY_PX - 2)
+        level = y(held)
         points.append(f"{x:.2f},{level:.2f}")
     points += [f"{right:.2f},{level:.2f}", f"{right:.2f},{bottom:.2f}"]
-    title = f"<title>memory held, peak {amount(peak)}</title>"
-    return f'<polygon class="memory" points="{" ".join(points)}" fill="#c9b3d9">{title}</polygon>'
-
-
-STYLE = """
-body { font: 14px sans-serif; margin: 1.5em; } figure { margin: 0; overflow-x: auto; }
-table { border-collapse: collapse; margin-top: 1em; } td, th { padding: 2px 10px; text-align: right; }
-#tip { position: fixed; display: none; background: #222; color: #fff; padding: 3px 7px; font: 12px monospace; }
-.same { stroke: #c00; stroke-width: 2; }
-"""
-
-# Moves each <title> into a tooltip that appears at once, and outlines the actions of the same microbatch.
-SCRIPT = """
-const tip = document.getElementById("tip");
-for (const shape of document.querySelectorAll("svg .action, svg .memory")) {
-  const title = shape.querySelector("title"), text = title.textContent;
-  title.remove();
-  const same = document.querySelectorAll(`[data-microbatch="${shape.dataset.microbatch}"]`);
-  shape.addEventListener("mousemove", event => {
-    tip.textContent = text;
-    tip.style.cssText = `display: block; left: ${event.clientX + 14}px; top: ${event.clientY + 14}px`;
-  });
-  shape.addEventListener("mouseenter", () => same.forEach(other => other.classList.add("same")));
-  shape.addEventListener("mouseleave", () => {
-    tip.style.display = "none";
-    same.forEach(other => other.classList.remove("same"));
-  });
-}
-"""
-
-
-def html(schedule: Timetable) -> str:
-    """A page that needs no other file."""
-    name = escape(schedule.name)
-    legend = " ".join(f'<span style="background:{fill}">&nbsp;{kind}&nbsp;</span>' for kind, fill in FILLS.items())
-    rows = "".join(
-        f"<tr><td>{rank}</td><td>{busy_s(schedule, rank):.6g}</td><td>{amount(peak, schedule)}</td></tr>"
-        for rank, peak in enumerate(schedule.peak_bytes)
-    )
-    notes = "".join(f"<li>{escape(note)}</li>" for note in schedule.notes)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>\n'
-        f"<style>{STYLE}</style></head><body><h1>{name}</h1><p>{legend}</p>\n<figure>{svg(schedule)}</figure>\n"
-        f"<table><tr><th>rank</th><th>busy</th><th>peak memory</th></tr>{rows}</table><ul>{notes}</ul>\n"
-        f'<div id="tip"></div><script>{SCRIPT}</script></body></html>\n'
-    )
-
-
-def busy_s(schedule: Timetable, rank: int) -> float:
-    return sum(span.end_s - span.start_s for span in schedule.spans[rank])
+    title = f"memory held, peak {amount(peak, schedule)}"
+    title += "" if limit is None else f", limit {amount(limit, schedule)}"
+    yield f'<polygon class="memory" points="{" ".join(points)}" fill="{MEMORY_FILL}"><title>{title}</title></polygon>'
+    yield f'<text x="{right + 3:.2f}" y="{bottom - 3:g}" font-size="9">{amount(peak, schedule)}</text>'
+    if limit is not None:
+        yield (
+            f'<line class="limit" x1="{LEFT_PX}" x2="{right:.2f}" y1="{y(limit):.2f}" y2="{y(limit):.2f}" '
+            f'stroke="{LIMIT_LINE}" stroke-dasharray="4 3"/>'
+        )

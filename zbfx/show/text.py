@@ -2,8 +2,9 @@
 
     rank 0 |F0F1..............B0-W0---|       an action begins with its kind and microbatch; "-" runs on, "." is idle,
     rank 1 |.........F0B0-F1B1-W0---W1|       a fused backward ends in "=": BW0=====
+    time   |0         10        20           in the unit of the costs, or in seconds
 
-Ranks that hold several stages name the stage too: F0.1.
+Ranks that hold several stages name the stage too: F0.1. Below stand what limits the schedule, and its figures.
 
 `columns="time"` draws seconds to scale, and the memory. `columns="step"` draws one cell for each action, as if all
 actions took one second and messages no time, and wraps the rows.
@@ -16,6 +17,9 @@ from math import ceil
 from typing import TYPE_CHECKING, Literal
 
 from zbfx.plan import Action, CostTable, Edge, Kind, StageCost, Timetable
+from zbfx.show.explain import Account
+from zbfx.show.units import amount, duration, ticks, time_unit
+from zbfx.timing.idle import memory_of
 from zbfx.timing.simulate import simulate
 
 if TYPE_CHECKING:
@@ -26,6 +30,8 @@ Segment = tuple[str, Kind | None]  # a run of characters and the kind that gives
 TextLine = list[Segment]
 
 IDLE = "."
+TICK = 10  # characters from one tick to the next, about
+LEAST_FILLED = 0.7  # of the width
 BARS = " ▁▂▃▄▅▆▇█"
 COLOURS = {
     Kind.F: "black on dodger_blue1",
@@ -36,7 +42,8 @@ COLOURS = {
 
 
 def grid(schedule: Timetable, width: int = 120, columns: Columns = "time") -> str:
-    """The grid, the memory curves and a line of figures. Rows are at most `width` characters wide."""
+    """The grid, the memory curves, what limits the schedule, and its figures. Rows are at most `width` characters
+    wide."""
     return "\n".join("".join(text for text, _ in line).rstrip() for line in picture(schedule, width, columns))
 
 
@@ -54,21 +61,22 @@ def coloured_grid(schedule: Timetable, width: int = 120, columns: Columns = "tim
 
 def picture(schedule: Timetable, width: int, columns: Columns) -> list[TextLine]:
     """The lines of the grid in segments of one kind each."""
+    said: list[TextLine] = [[(str(Account.of_plan(schedule)), None)], [(summary(schedule), None)]]
     if columns == "step":
-        return [*step_rows(schedule, width), [(summary(schedule), None)]]
-    return [*time_rows(schedule, width), *memory_rows(schedule, width), [(summary(schedule), None)]]
+        return [*step_rows(schedule, width), *said]
+    return [*time_rows(schedule, width), axis_row(schedule, width), *memory_rows(schedule, width), *said]
 
 
 def summary(schedule: Timetable) -> str:
-    """The figures of a schedule in one line; times in the unit of its costs."""
+    """The figures of a schedule in one line."""
     parts = [
         f"{schedule.costs.rank_count} ranks, {schedule.microbatches} microbatches",
-        f"iteration time {schedule.iteration_s:.6g}",
+        f"iteration time {duration(schedule.iteration_s, schedule, 6)}",
         f"bubble rate {schedule.bubble_rate:.4f}",
     ]
     if schedule.lower_bound_s:
         verdict = f"gap {schedule.gap:.2%}" if schedule.gap else "met: proven optimal"
-        parts.append(f"lower bound {schedule.lower_bound_s:.6g} ({verdict})")
+        parts.append(f"lower bound {duration(schedule.lower_bound_s, schedule, 6)} ({verdict})")
     return f"{schedule.name}: " + ", ".join(parts)
 
 
@@ -101,6 +109,19 @@ def time_rows(schedule: Timetable, width: int) -> list[TextLine]:
     return rows
 
 
+def axis_row(schedule: Timetable, width: int) -> TextLine:
+    """Round times, each where its column begins, and the unit."""
+    scale, (size, unit) = characters_per_second(schedule, width), time_unit(schedule.makespan_s, schedule)
+    lead = rank_name(0, schedule)
+    line = f"{f'time {unit}'.strip():{len(lead) - 1}}|"
+    last = len(lead) + round(schedule.makespan_s * scale)
+    for tick in ticks(schedule.makespan_s / size, max(1, (last - len(lead)) // TICK)):
+        label, column = f"{tick:.6g}", len(lead) + round(tick * size * scale)
+        if column + len(label) <= max(last, len(lead) + 1):
+            line = line.ljust(column) + label
+    return [(line, None)]
+
+
 def time_cell(label: str, kind: Kind, length: int) -> str:
     """The label where there is room, else one letter. The trailing "=" tells a fused BW from a B and a W."""
     fused = kind is Kind.BW
@@ -109,10 +130,10 @@ def time_cell(label: str, kind: Kind, length: int) -> str:
 
 
 def characters_per_second(schedule: Timetable, width: int) -> float:
-    """The scale that fits `width`; a whole number where possible, so that equal actions look equal."""
+    """The scale that fits `width`: a whole number, so that equal actions look equal, unless much room would be left."""
     room = max(1, width - len(rank_name(0, schedule)) - 1)
     scale = room / schedule.makespan_s if schedule.makespan_s else 0.0
-    return float(int(scale)) if scale >= 1 else scale
+    return float(int(scale)) if int(scale) >= LEAST_FILLED * scale else scale
 
 
 def step_rows(schedule: Timetable, width: int) -> list[TextLine]:
@@ -159,7 +180,7 @@ def memory_rows(schedule: Timetable, width: int) -> list[TextLine]:
     """Per rank a bar for each column: the most it holds in that stretch of time, on one scale for all ranks."""
     scale = characters_per_second(schedule, width)
     count = round(schedule.makespan_s * scale)
-    curves = schedule.memory or simulate(schedule.costs, schedule.microbatches, schedule.ranks).memory
+    curves = memory_of(schedule)
     most = max(schedule.peak_bytes, default=0.0)
     where = schedule.peak_bytes.index(most) if schedule.peak_bytes else 0
     lines: list[TextLine] = [[(f"memory held, a full bar is the peak: {amount(most, schedule)} on rank {where}", None)]]
@@ -178,12 +199,3 @@ def column_maxima(curve: Sequence[tuple[float, float]], count: int, scale: float
         for column in range(int(begin * scale), min(count, max(int(begin * scale) + 1, round(end * scale)))):
             maxima[column] = max(maxima[column], held)
     return maxima
-
-
-def amount(size_bytes: float, schedule: Timetable | None = None) -> str:
-    """Bytes as text, in GiB or MiB from 1 MiB on. For a `schedule` planned from costs alone the bare number: it may
-    count any unit."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if size_bytes >= size and (schedule is None or schedule.memory is not None):
-            return f"{size_bytes / size:.2f} {unit}"
-    return f"{size_bytes:.6g}"

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zbfx.plan import Action, CostTable, Kind, Number, Span, Timetable, parts
+from zbfx.timing.sources import sources_of
 
 Pairs = Mapping[Action, Action]  # each W and the B that it runs beside
 
@@ -106,15 +107,3 @@ def as_they_run(schedule: Timetable) -> tuple[tuple[Span, ...], ...]:
     return expected(
         schedule.costs, [Arrangement(order, {a: guests[a] for a in order if a in guests}) for order in orders]
     )
-
-
-def sources_of(kind: Kind, stage: int, costs: CostTable) -> list[tuple[int, float]]:
-    """The stages whose action of this kind `stage` waits for, and how long their values travel."""
-    sources: list[tuple[int, float]] = []
-    for edge in costs.edges:
-        near = costs.placement[edge.source] == costs.placement[edge.target]
-        if kind is Kind.F and edge.target == stage and edge.forward_s is not None:
-            sources.append((edge.source, 0.0 if near else float(edge.forward_s)))
-        if kind is Kind.B and edge.source == stage and edge.backward_s is not None:
-            sources.append((edge.target, 0.0 if near else float(edge.backward_s)))
-    return sources

@@ -1,0 +1,65 @@
+"""A pipeline as a page: what `Pipeline.report` writes.
+
+Takes   a `Compiled`, a measured step or none, names of schedules to compare with.
+Gives   the `Subject` of a page (`zbfx.show.page`).
+Raises  `ZbfxError` for a schedule that has no such name, or that these stages cannot run.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from zbfx.compiled import Compiled
+from zbfx.errors import ZbfxError
+from zbfx.graphs import Stage
+from zbfx.plan import Kind
+from zbfx.runtime.timeline import Profile
+from zbfx.schedule import plan
+from zbfx.schedule.orders.registry import GENERATORS
+from zbfx.schedule.schedule import Schedule
+from zbfx.show.page import CutEdge, Subject
+
+
+def subject(compiled: Compiled, profile: Profile | None, compare: Sequence[str] | None) -> Subject:
+    """`compare` None: all schedules by hand that these stages can run, but the pipeline's own."""
+    schedule = compiled.schedule if profile is None else profile.schedule
+    programs = compiled.programs if schedule.ranks == compiled.schedule.ranks else ()
+    return Subject(
+        schedule,
+        None if profile is None else profile.spans,
+        cut_edges(compiled.stages),
+        tuple(program.code.strip() for program in programs),
+        planned_beside(schedule, compare) if compiled.trains else (),
+    )
+
+
+def planned_beside(schedule: Schedule, names: Sequence[str] | None) -> tuple[Schedule, ...]:
+    """Other schedules for the same costs, without a limit on memory."""
+    if names is not None:
+        return tuple(plan(schedule.costs, schedule.microbatches, schedule=name) for name in names)
+    found = []
+    for name in GENERATORS:
+        try:
+            other = plan(schedule.costs, schedule.microbatches, schedule=name)
+        except ZbfxError:  # it needs another placement, or more microbatches
+            continue
+        if other.ranks != schedule.ranks:
+            found.append(other)
+    return tuple(found)
+
+
+def cut_edges(stages: Sequence[Stage]) -> tuple[CutEdge, ...]:
+    """What stages send each other for one microbatch, each value once for each stage that reads it."""
+    sent: dict[tuple[int, int], dict[str, int]] = defaultdict(dict)
+    for stage in stages:
+        for name in (name for kind in (Kind.F, Kind.B, Kind.W) for name in stage.phases[kind].values):
+            source = stage.origins[name][0]
+            if source != stage.index:
+                sent[source, stage.index][name] = stage.stored_bytes([name])
+    pairs = sorted({(min(ends), max(ends)) for ends in sent})
+    return tuple(
+        CutEdge(low, high, sum(forward.values()), sum(back.values()), (*forward, *back))
+        for low, high in pairs
+        for forward, back in [(sent.get((low, high), {}), sent.get((high, low), {}))]
+    )
