@@ -37,6 +37,7 @@ Tensor.grad_dtype                   2.11.0, 2.13.0   public since 2.10; the dtyp
 _torchdynamo_orig_callable, ...     2.11.0, 2.13.0   functions and modules that torch.compile made
 _check_tensor_all_with              2.11.0, 2.13.0   what torch._check_tensor_all calls
 checkpoint._recomputation_hook      2.11.0, 2.13.0   what is around code that computes a checkpointed part again
+torch.autograd._profiler_enabled    2.11.0, 2.13.0   whether torch.profiler, or emit_nvtx, records what runs
 _functionalize_mutation_counter     2.11.0, 2.13.0   how often a tensor was written under the tracer
 _execution_engine.queue_callback    2.11.0, 2.13.0   runs at the end of a backward
 Node.metadata["traceback_"]         2.13.0           where the forward ran whose backward an autograd node is
@@ -575,6 +576,11 @@ def size_guards(env: ShapeEnv) -> list[sympy.Basic]:
     for symbol, limits in env.var_to_range.items():
         guards += [limit for limit in (symbol >= limits.lower, symbol <= limits.upper) if limit is not sympy.true]
     return guards
+
+
+def profiler_records() -> bool:
+    """Whether torch.profiler or `torch.autograd.profiler.emit_nvtx` is on in this thread."""
+    return torch.autograd._profiler_enabled()
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, fx, nn
+from torch.profiler import record_function
 
+from zbfx._torch import profiler_records
 from zbfx.errors import PipelineFault
 from zbfx.graphs import Joint, Role
 from zbfx.plan import Action, Kind
@@ -31,6 +33,7 @@ class Wait(NamedTuple):
     key: str
 
 
+NO_RANGE: AbstractContextManager[Any] = nullcontext()
 Run = Generator[Wait, None, tuple[Tensor, ...]]
 Environment = dict[fx.Node, Any]
 
@@ -318,7 +321,7 @@ class RankRunner:
         recorder, action = self.recorder, node.meta.get("action")
         try:
             module = self.program.module.get_submodule(str(node.target))
-            with on_stream_of(module):
+            with on_stream_of(module), named_range(action):
                 start = recorder.mark() if recorder and action else None
                 result = module.take(box) if isinstance(module, PhaseCall) else module(*box)
                 if recorder and action:
@@ -344,6 +347,11 @@ class RankRunner:
                 dtype = torch.promote_types(value.dtype, torch.float32)
                 largest = torch.linalg.vector_norm(value, torch.inf, dtype=dtype)
                 self.watched.append((node.meta["action"], largest))
+
+
+def named_range(action: Action | None) -> AbstractContextManager[Any]:
+    """A range of torch.profiler, or of NVTX under `emit_nvtx`, with the name of the action, where either is on."""
+    return record_function(str(action)) if action and profiler_records() else NO_RANGE
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:

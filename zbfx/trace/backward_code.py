@@ -80,7 +80,6 @@ class BackwardCode:
                 f"steps. Write what is to be kept into a buffer (register_buffer)"
             )
 
-
     def kept(self) -> list[Tensor]:
         """Stand-ins for tensors that came in the backward and are there still."""
         before = {id(tensor) for tensor in self.before}
