@@ -39,6 +39,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("schedule.search",),
     ("schedule",),
     ("passes",),
+    ("user_pass",),
     ("options",),
     ("trace",),
     ("program",),
@@ -50,7 +51,18 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("runtime",),
     ("optim",),
-    ("gradient_check", "candidate", "fit", "variants", "replicas", "report", "selfcheck", "pipeline", "zbfx"),
+    (
+        "gradient_check",
+        "candidate",
+        "fit",
+        "variants",
+        "replicas",
+        "between",
+        "report",
+        "selfcheck",
+        "pipeline",
+        "zbfx",
+    ),
     ("cli", "__main__"),
 )
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zbfx import optim, passes
     from zbfx.gradient_check import Report, check
     from zbfx.pipeline import Pipeline, compile
+    from zbfx.user_pass import Pass
 
 __all__ = [
     "Action",
@@ -30,6 +31,7 @@ __all__ = [
     "Kind",
     "NoFeasibleSchedule",
     "NonFiniteStep",
+    "Pass",
     "Pipeline",
     "PipelineFault",
     "Report",
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 WITH_TORCH = {  # where each name comes from that brings torch; None: it is a module
+    "Pass": "zbfx.user_pass",
     "Pipeline": "zbfx.pipeline",
     "compile": "zbfx.pipeline",
     "Report": "zbfx.gradient_check",

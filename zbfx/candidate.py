@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
+from zbfx.between import divided, extracted
 from zbfx.comm.together import from_rank
 from zbfx.compiled import Compiled, Traced
 from zbfx.costs.clock import SHORT_WARM_S, WARM_S
@@ -19,10 +20,9 @@ from zbfx.graphs import Placed, Split, Stage
 from zbfx.memo import Memo
 from zbfx.memory.predict import RankMemory, predict, timed
 from zbfx.options import Options
-from zbfx.passes.extract import extract
 from zbfx.passes.partition import partition
 from zbfx.passes.recompute import Level, recompute
-from zbfx.passes.split import split, unsplit_notes
+from zbfx.passes.split import unsplit_notes
 from zbfx.plan import Action, CostTable, Kind
 from zbfx.program.boxed import Compiler
 from zbfx.schedule import build, plan
@@ -96,15 +96,15 @@ def staged(traced: Traced, placement: Sequence[int], levels: Levels, options: Op
     placed = memo(verified, partition, traced.joint, placement, seconds=seconds, bytes_per_s=speed, cuts=options.cuts)
     if options.rebalance:
         placed = memo(rebalanced, placed, placement, seconds, options, memo)
-    return mixed([costed(placed, placement, level, options, memo) for level in levels], memo(verified, split, placed))
+    return mixed([costed(placed, placement, level, options, memo) for level in levels], memo(divided, placed, options))
 
 
 def costed(placed: Placed, placement: Sequence[int], level: Level, options: Options, memo: Memo) -> Costed:
     """F, B and W of all stages at one level of recomputation, and what they cost."""
     levels, random = (level,) * len(placement), not options.runs.captures
-    whole = memo(verified, recompute, memo(verified, split, placed), levels, in_flight=options.stages, random=random)
+    whole = memo(verified, recompute, memo(divided, placed, options), levels, in_flight=options.stages, random=random)
     compiler, warm_s = memo(Compiler, options.runs.compiles), WARM_S if level is options.levels[0] else SHORT_WARM_S
-    return memo(cost_table, memo(verified, extract, whole), placement, options, compiler, warm_s)
+    return memo(cost_table, memo(extracted, whole, options), placement, options, compiler, warm_s)
 
 
 def mixed(forms: Sequence[Costed], divided: Split) -> Staged:

@@ -18,6 +18,7 @@ from zbfx.plan import CostTable, require_size
 from zbfx.schedule.orders.registry import ANY, SHAPES, Improve, V, is_searched
 from zbfx.schedule.orders.written import placement_of_orders, read_orders
 from zbfx.schedule.schedule import Schedule
+from zbfx.user_pass import Pass
 
 DEVICES = ("cpu", "cuda")
 FEW_BYTES = 1000.0  # less than any limit
@@ -61,6 +62,8 @@ class Options:
     optimizer_slots: float | None = None
     rebalance: bool = False
     check: bool | str = "auto"
+    passes: tuple[Pass, ...] = field(default=(), compare=False)  # ranks compare what they are told as
+    trace_passes: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         check_schedule(self.schedule)

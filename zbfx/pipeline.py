@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbfx._torch import uncompiled
 from zbfx.arguments import compared, whole_number
+from zbfx.between import canonical
 from zbfx.checkpoint.stored import kind_of_weights
 from zbfx.comm.channels import Channels
 from zbfx.comm.together import on_all_ranks, waiting
@@ -28,7 +29,6 @@ from zbfx.memo import Memo
 from zbfx.memory.predict import MemoryReport, RankMemory, resolved
 from zbfx.modes import Modes
 from zbfx.options import Options, checked_cuts, checked_device, checked_examples, checked_model, checked_overlap
-from zbfx.passes.canonicalize import canonicalize
 from zbfx.plan import CostTable
 from zbfx.program.boxed import Compiler
 from zbfx.program.codegen import Program
@@ -46,8 +46,8 @@ from zbfx.trace.guard import Guard, Source
 from zbfx.trace.loss import Reduction, separate_count
 from zbfx.trace.tensor_parallel import local_parts, refuse_measuring
 from zbfx.trace.tracer import named_tensors, trace
+from zbfx.user_pass import Pass, checked_passes, checked_tracing
 from zbfx.variants import Variants
-from zbfx.verify import verified
 
 
 @uncompiled
@@ -74,6 +74,8 @@ def compile(
     optimizer_slots: float | None = None,
     rebalance: bool = False,
     check: bool | str = "auto",
+    passes: Sequence[Pass] = (),
+    trace_passes: bool | None = None,
 ) -> Pipeline:
     """Compile `model` into a pipeline over `stages` ranks. Nothing of the model changes, and nothing runs on its data.
 
@@ -119,6 +121,10 @@ def compile(
     check            run `zbfx.check` on two random microbatches, and refuse a pipeline that fails, or computes other
                      results than the model, such as one whose graph holds a Python value that changes from call to
                      call: True, False, or "auto": where it takes about a second at most, and all tensors have data
+    passes           `zbfx.Pass`es of yours, which run between the compiler's, in their order: graph to graph, on the
+                     joint graph, the split one, or each stage (docs/passes.md). `check` compares with the model before
+    trace_passes     print what each of them did: time, lines of the graph before and after. None: if the variable
+                     ZBFX_TRACE_PASSES is set
 
     Raises `TraceError` where the model cannot be traced, naming the user's line; `InvalidSchedule` for an order that
     breaks a rule; `NoFeasibleSchedule` under a `mem_limit` that is too small; `ZbfxError`, their base, for the rest."""
@@ -142,18 +148,21 @@ def compile(
         optimizer_slots=optimizer_slots,
         rebalance=rebalance,
         check=check,
+        passes=checked_passes(passes),
+        trace_passes=checked_tracing(trace_passes),
     )
+    asked = compared(options) | {"passes": [given.told for given in options.passes]}
     modes = Modes.now()
     with modes.fixed():
         local = local_parts(named_tensors(model, loss_fn))
         refuse_measuring(local, options.measures)
         tracing = partial(trace, model, loss_fn, inputs, kwargs, targets, device=device, batch_dims=batch_dims)
         tracing = modes.traced()(tracing)
-        raw, signature = on_all_ranks("compile (the trace)", tracing, compared(options))
+        raw, signature = on_all_ranks("compile (the trace)", tracing, asked)
         raw = separate_count(raw)
         examples = tuple(signature.flatten((*inputs, *targets), kwargs))
         reduction = Reduction.of(raw, loss_reduction, microbatches)
-        traced, memo = Traced(raw, verified(canonicalize, raw), signature, examples, reduction), Memo()
+        traced, memo = Traced(raw, canonical(raw, options), signature, examples, reduction), Memo()
         source = Source(model, loss_fn, Guard.of(model, loss_fn), modes, local)
         compiled = self_checked(fit(traced, resolved(options), memo), source)
         return Pipeline(compiled, source, memo(Compiler, options.runs.compiles))

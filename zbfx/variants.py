@@ -11,16 +11,14 @@ from typing import Any
 import sympy
 from torch import Tensor
 
+from zbfx.between import canonical, divided, extracted
 from zbfx.candidate import with_pairs
 from zbfx.compiled import Compiled
 from zbfx.costs.estimate import Formulas, estimate, formulas, hardware_of
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Joint, Role, Stage, copy_graph
-from zbfx.passes.canonicalize import canonicalize
-from zbfx.passes.extract import extract
 from zbfx.passes.partition import place_like, place_same
 from zbfx.passes.sizes import joint_with_numbers, stage_with_numbers
-from zbfx.passes.split import split
 from zbfx.plan import Action, CostTable, Kind
 from zbfx.program.chain import loss_phase
 from zbfx.program.messages import parameter_holders
@@ -32,7 +30,6 @@ from zbfx.trace.loss import Reduction, separate_count
 from zbfx.trace.signature import Signature
 from zbfx.trace.symbols import Dimension, GuardBroken, Numbers, Shapes, Sizes, changed_dimensions
 from zbfx.trace.tracer import trace
-from zbfx.verify import verified
 
 REPLAN_S = 1.0  # seconds to search for the schedule of a further shape
 
@@ -166,12 +163,12 @@ def signature_of(pipe: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any])
 def restaged(pipe: Compiled, raw: Joint, evaluation: bool) -> tuple[Stage, ...]:
     """The stages of another graph of the model, each with the operations and parameters of the pipeline's."""
     placement = pipe.placement
-    joint = verified(canonicalize, forward_only(raw) if evaluation else raw)
-    placed = place_same(joint, canonicalize(pipe.joint), [stage.start for stage in pipe.stages[1:]])
+    joint = canonical(forward_only(raw) if evaluation else raw, pipe.options)
+    placed = place_same(joint, canonical(pipe.joint, pipe.options), [stage.start for stage in pipe.stages[1:]])
     if placed is None:
         # Where the loss arises, the chain of an optimizer step without a barrier ends.
         placed = place_like(joint, owners(pipe.stages), len(placement), loss_phase(pipe.stages).stage)
-    stages = verified(extract, verified(split, placed))
+    stages = extracted(divided(placed, pipe.options), pipe.options)
     refuse_moved_parameters(pipe.stages, stages, placement)
     return stages
 

@@ -21,6 +21,7 @@ def digest(pipe: Compiled) -> dict[str, str]:
     return {
         "the model or its loss": hashed([*lines(joint.graph), spelled([joint.inputs, joint.outputs])]),
         "the shapes or dtypes of the example microbatch": hashed([spelled(pipe.signature.tensors)]),
+        "the passes": hashed(given.told for given in pipe.options.passes),
         "microbatches": hashed([spelled(pipe.reduction.microbatches)]),
         "loss_reduction": hashed([spelled(pipe.reduction.name)]),
         "the stages": hashed(line for graph in phases for line in lines(graph)),
