@@ -14,8 +14,8 @@ from tests.schedule.exhaustive import best_cost
 from zbfx.plan import CostTable, StageCost
 from zbfx.schedule import plan
 from zbfx.schedule.bounds.certificate import Certificate
+from zbfx.schedule.bounds.chain import linear_pipeline, split_only
 from zbfx.schedule.bounds.closed_form import head_tail_bound, one_rank_bound, stream_bound, work_bound
-from zbfx.schedule.bounds.linear import linear_pipeline, split_only
 from zbfx.schedule.bounds.propagation import Propagation
 from zbfx.schedule.search.list_scheduling import ListScheduler
 from zbfx.schedule.search.rules import first_rules
@@ -79,6 +79,61 @@ def test_no_bound_exceeds_any_schedule(problem: tuple[CostTable, int, int | None
     if costs_found:
         certificate.raise_towards(min(costs_found), perf_counter() + 10)
         assert certificate.seconds <= min(costs_found)
+
+
+FOLDED = ((0, 0), (0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0), (1, 0, 0, 1), (0, 1, 0), (0, 0, 0))
+
+
+@st.composite
+def folded_problems(draw: st.DrawFn, most_stages: int) -> tuple[CostTable, int | None]:
+    """A chain with several stages on a rank, and a limit under which one microbatch fits."""
+    placement = draw(st.sampled_from([placement for placement in FOLDED if len(placement) <= most_stages]))
+    seconds, sizes = st.integers(0, 9), st.integers(0, 4)
+    stages = [StageCost(draw(seconds), draw(seconds), draw(seconds), draw(sizes), draw(sizes)) for _ in placement]
+    costs = CostTable.chain(stages, [draw(st.integers(0, 5)) for _ in stages[1:]], placement)
+    least = sum(max(stage.saved_bytes, stage.weight_saved_bytes) for stage in stages)
+    extra = draw(st.one_of(st.none(), st.integers(0, 6)))
+    return costs, None if extra is None else int(least) + extra
+
+
+@given(folded_problems(most_stages=4))
+@settings(max_examples=40, deadline=None)
+def test_no_bound_of_a_folded_pipeline_exceeds_the_exhaustive_optimum(problem: tuple[CostTable, int | None]) -> None:
+    costs, limit = problem
+    m = 2 if len(costs.stages) == 2 and limit is not None and limit < 6 else 1
+    optimum = best_cost(costs, m, limit)
+    certificate = Certificate(costs, m, None if limit is None else [limit] * costs.rank_count)
+    certificate.raise_towards(Fraction(optimum), perf_counter() + 10)
+    assert certificate.seconds <= optimum
+
+
+@given(folded_problems(most_stages=6), st.integers(1, 7))
+@settings(max_examples=30, deadline=None)
+def test_no_bound_of_a_folded_pipeline_exceeds_any_schedule(problem: tuple[CostTable, int | None], m: int) -> None:
+    costs, limit = problem
+    limits = None if limit is None else [limit] * costs.rank_count
+    inside = instance(costs, m)
+    scheduler = ListScheduler(inside, inside.units(limits))
+    listed = [scheduler.run(rule) for rule in first_rules(inside, inside.units(limits), None)]
+    best = min((Fraction(found.cost, inside.ticks_per_s) for found in listed if found is not None), default=None)
+    if best is not None:
+        certificate = Certificate(costs, m, limits)
+        certificate.raise_towards(best, perf_counter() + 10)
+        assert certificate.seconds <= best
+
+
+def test_propagation_closes_the_gap_of_an_interleaved_pipeline() -> None:
+    """Twelve unequal stages on six ranks, seven microbatches: work alone bounds the step by 45927, and a schedule of
+    54137 is known."""
+    forward = (1674, 1027, 1249, 990, 968, 969, 971, 1172, 966, 1132, 1064, 1351)
+    backward = (1717, 1021, 1163, 1013, 996, 926, 974, 1221, 899, 1131, 1029, 1442)
+    weight = (761, 498, 573, 471, 456, 426, 464, 529, 448, 534, 473, 648)
+    stages = [StageCost(f, b, w) for f, b, w in zip(forward, backward, weight, strict=True)]
+    costs = CostTable.chain(stages, (14, 130, 262, 171, 256, 266, 241, 27, 194, 17, 69), (0, 1, 2, 3, 4, 5) * 2)
+    certificate = Certificate(costs, 7, None)
+    assert certificate.seconds == 45927
+    certificate.raise_towards(Fraction(54137), perf_counter() + 10)
+    assert 54050 < certificate.seconds <= 54137
 
 
 @pytest.mark.parametrize("m", [2, 3])

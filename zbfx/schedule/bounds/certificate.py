@@ -13,8 +13,8 @@ from math import ceil
 from time import perf_counter
 
 from zbfx.plan import CostTable, Number
+from zbfx.schedule.bounds.chain import LinearPipeline, chain_pipeline, split_only
 from zbfx.schedule.bounds.closed_form import head_tail_bound, occupancy_bound, one_rank_bound, stream_bound, work_bound
-from zbfx.schedule.bounds.linear import linear_pipeline, split_only
 from zbfx.schedule.bounds.propagation import Propagation, propagation_bound
 from zbfx.timing.exact import instance
 
@@ -26,14 +26,14 @@ class Certificate:
         problem = instance(split_only(costs), microbatches)
         units = problem.units(limits)
         self.ticks_per_s = problem.ticks_per_s
-        self.pipe = linear_pipeline(problem, units)
+        self.pipe = chain_pipeline(problem, units)
         self.warm_up: tuple[tuple[int, int], ...] | None = None
         self.arguments = {
             "work": work_bound(problem),
             "one rank": one_rank_bound(problem, units),
             "occupancy": occupancy_bound(problem, units),
         }
-        if self.pipe is not None:
+        if isinstance(self.pipe, LinearPipeline):
             head_tail = head_tail_bound(self.pipe)
             self.warm_up = head_tail.warm_up
             self.arguments |= {"head and tail": head_tail.cost, "stream": stream_bound(self.pipe)}

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from zbfx.schedule.bounds.linear import LinearPipeline
+from zbfx.schedule.bounds.chain import LinearPipeline
 from zbfx.timing.exact import B, F, Instance, W
 
 

@@ -1,21 +1,21 @@
 """A lower bound by contradiction: assume a schedule costs at most C, shrink each action's possible times to nothing.
 
-Takes   a `LinearPipeline`, a bound, the cost of a schedule, a deadline.
+Takes   a `ChainPipeline`, a bound, the cost of a schedule, a deadline.
 Gives   the largest refuted cost plus one; the windows of all actions in schedules of a cost.
 Raises  nothing; None where the problem is too large for this bound.
 Source  ours.
 
-The argument. Stage i's first action is F0 at a fixed time h_i, so cost at most C means that everything on its rank lies
-in [h_i, h_i + C]. Every action therefore has an earliest start and a latest end (its window), and two kinds of step
-shrink windows without losing any schedule of cost at most C:
+The argument. Each rank's first action is F0 of its first stage at a fixed time h, so cost at most C means that all that
+it does lies in [h, h + C]. Every action therefore has an earliest start and a latest end (its window), and two kinds of
+step shrink windows without losing any schedule of cost at most C:
 
 1. Along dependencies: an action starts no earlier than the earliest end of what it needs plus communication, and ends
    no later than the latest start of what needs it.
-2. On one rank, exactly: kinds run in order of microbatches, so what a rank has done is a state (a, b, c), the numbers
-   of its finished Fs, Bs and Ws, m >= a >= b >= c >= 0, with (a - b) M_B + (b - c) M_W <= M. The earliest time at which
-   a state can be reached under the windows follows from its (at most three) predecessors, the latest time at which it
-   can be left from its successors. Transitions whose earliest exceeds their latest time occur in no schedule; the
-   others give each action's new window.
+2. On one rank, over its states (`states.py`). The earliest time at which a state can be reached under the windows
+   follows from its few predecessors, the latest time at which it can be left from its successors. With one stage per
+   rank that is exact. With several, Ws fill idle time freely, but no state is reached before the work up to it is done,
+   the Ws that memory asks for included, or left so late that the rest no longer fits. Transitions whose earliest
+   exceeds their latest time occur in no schedule; the others give each action's new window.
 
 If a window or a rank's final state becomes empty, no schedule costs C or less. This holds whatever the other ranks do,
 so it contains the arguments of `head_tail_bound`. Repeated until nothing changes, it also sees how one rank's lateness
@@ -29,15 +29,12 @@ from math import inf
 from time import perf_counter
 
 import numpy as np
-from numpy.typing import NDArray
 
-from zbfx.schedule.bounds.linear import LinearPipeline
-
-Ints = NDArray[np.int64]
+from zbfx.schedule.bounds.chain import ChainPipeline
+from zbfx.schedule.bounds.states import Ints, RankStates, letters, rank_states
 
 UNREACHED = 1 << 62
 MOST_TICKS = 1 << 60  # sums of two times must stay below UNREACHED
-MOST_STATES = 1_500_000
 
 
 @dataclass(frozen=True)
@@ -48,79 +45,36 @@ class PossibleTimes:
     latest: Ints
 
 
-def state_count(pipe: LinearPipeline) -> int:
-    """About how many states there are, without listing them."""
-    per_stage = (
-        sum(pipe.most_pending(i, flying) + 1 for flying in range(pipe.most_in_flight(i) + 1)) for i in pipe.stages
-    )
-    return (pipe.microbatches + 1) * sum(per_stage)
-
-
 class Propagation:
-    """The states of every rank, as arrays over all ranks at once, sorted by how many actions they have behind them."""
+    """Windows of one problem: `begin` per rank, `counted` the groups of actions that lead from state to state."""
 
     @classmethod
-    def of(cls, pipe: LinearPipeline, most_ticks: int) -> Propagation | None:
+    def of(cls, pipe: ChainPipeline, most_ticks: int) -> Propagation | None:
         """None where the problem is too large for this bound."""
-        if most_ticks > MOST_TICKS or state_count(pipe) > MOST_STATES:
-            return None
-        return cls(pipe)
+        states = None if most_ticks > MOST_TICKS else rank_states(pipe)
+        return None if states is None else cls(pipe, states)
 
-    def __init__(self, pipe: LinearPipeline) -> None:
-        self.pipe = pipe
-        m, p = pipe.microbatches, len(pipe.stages)
+    def __init__(self, pipe: ChainPipeline, states: RankStates) -> None:
+        self.pipe, self.states = pipe, states
+        count = len(pipe.stages)
         self.ticks: Ints = np.array([pipe.forward, pipe.backward, pipe.weight], dtype=np.int64)
-        self.begin: Ints = np.array([pipe.first_start(i) for i in pipe.stages], dtype=np.int64)
-        rank, *done = self._states()
-        total = done[0] + done[1] + done[2]
-        order = np.argsort(total, kind="stable")
-        rank, done = rank[order], [column[order] for column in done]
-        self.wave = np.searchsorted(total[order], np.arange(3 * m + 2))
-        count = len(rank)
-        # Position of state (a, b, c) of a rank; `count` stands for "no such state". One row pads a - 1 and a + 1.
-        flying, pending = done[0] - done[1], done[1] - done[2]
-        shape = (p, m + 2, int(flying.max()) + 3, int(pending.max()) + 3)
-        position = np.full(shape, count, dtype=np.int64)
-        position[rank, done[0], flying, pending] = np.arange(count)
-        steps = ((1, 1, 0), (0, -1, 1), (0, 0, -1))  # what F, B and W do to (a, a - b, b - c)
-        self.after = [position[rank, done[0] + x, flying + y, pending + z] for x, y, z in steps]
-        self.before = [position[rank, done[0] - x, flying - y, pending - z] for x, y, z in steps]
-        nothing = 3 * p * m  # index of a dummy action
-        self.entered_by = [
-            np.where(self.before[k] < count, (k * p + rank) * m + np.maximum(done[k] - 1, 0), nothing) for k in range(3)
-        ]
-        self.left_by = [
-            np.where(self.after[k] < count, (k * p + rank) * m + np.minimum(done[k], m - 1), nothing) for k in range(3)
-        ]
-        self.step_ticks = [self.ticks[k][rank] for k in range(3)]
-        self.initial, self.final = position[np.arange(p), 0, 0, 0], position[np.arange(p), m, 0, 0]
-
-    def _states(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """(rank, a, b, c) of all states."""
-        pipe, m = self.pipe, self.pipe.microbatches
-        columns: list[Ints] = []
-        for i in pipe.stages:
-            pairs = [
-                (flying, pending)
-                for flying in range(pipe.most_in_flight(i) + 1)
-                for pending in range(pipe.most_pending(i, flying) + 1)
-            ]
-            flying, pending = np.array(pairs, dtype=np.int64).T
-            a = np.arange(m + 1)[:, None]
-            b = a - flying[None]
-            c = b - pending[None]
-            keep = np.nonzero(c >= 0)
-            columns.append(np.stack([np.full(len(keep[0]), i), np.broadcast_to(a, c.shape)[keep], b[keep], c[keep]]))
-        rank, a, b, c = np.concatenate(columns, axis=1)
-        return rank, a, b, c
+        self.step_ticks = np.append(np.repeat(self.ticks.ravel(), pipe.microbatches), 0)
+        self.begin: Ints = np.zeros(pipe.rank_count, dtype=np.int64)
+        for stage in range(pipe.rank_count):
+            self.begin[pipe.placement[stage]] = pipe.first_start(stage)
+        self.stage_begin = self.begin[np.array(pipe.placement)]
+        self.counted = np.zeros((3, count, pipe.microbatches), dtype=bool)
+        for rank in range(pipe.rank_count):
+            for kind, stage in letters(pipe, rank):
+                self.counted[kind, stage] = True
 
     def possible_times(self, cost: int, deadline_s: float = inf) -> PossibleTimes | None:
         """The windows of all actions in schedules of at most `cost` ticks. None: there are no such schedules."""
-        m, p = self.pipe.microbatches, len(self.pipe.stages)
-        earliest = np.full(3 * p * m + 1, UNREACHED, dtype=np.int64)
-        latest = np.full(3 * p * m + 1, -UNREACHED, dtype=np.int64)
-        early, late = earliest[:-1].reshape(3, p, m), latest[:-1].reshape(3, p, m)
-        early[:], late[:] = self.begin[:, None], self.begin[:, None] + cost
+        m, count = self.pipe.microbatches, len(self.pipe.stages)
+        earliest = np.full(3 * count * m + 1, UNREACHED, dtype=np.int64)
+        latest = np.full(3 * count * m + 1, -UNREACHED, dtype=np.int64)
+        early, late = earliest[:-1].reshape(3, count, m), latest[:-1].reshape(3, count, m)
+        early[:], late[:] = self.stage_begin[:, None], self.stage_begin[:, None] + cost
         while True:
             self._along_dependencies(early, late)
             if (early + self.ticks[:, :, None] > late).any():
@@ -159,45 +113,50 @@ class Propagation:
 
     def _on_ranks(self, earliest: Ints, latest: Ints, cost: int) -> bool:
         """Step 2, in place; False if some rank has no order left."""
-        count = len(self.step_ticks[0])
+        states, ticks = self.states, self.step_ticks
+        kinds, count = states.entered_from.shape
+        opens, closes = self.begin[states.rank] + states.spent, self.begin[states.rank] + cost - states.left
         reached = np.full(count + 1, UNREACHED, dtype=np.int64)
-        reached[self.initial] = self.begin
-        for low, high in zip(self.wave[1:-1], self.wave[2:], strict=True):
-            first = np.full(high - low, UNREACHED, dtype=np.int64)
-            for kind in range(3):
-                action = self.entered_by[kind][low:high]
-                end = (
-                    np.maximum(reached[self.before[kind][low:high]], earliest[action]) + self.step_ticks[kind][low:high]
-                )
+        reached[states.initial] = self.begin
+        waves = [slice(low, high) for low, high in zip(states.wave[:-1], states.wave[1:], strict=True)]
+        for wave in waves[1:]:
+            first = np.full(wave.stop - wave.start, UNREACHED, dtype=np.int64)
+            for kind in range(kinds):
+                action = states.entered_by[kind, wave]
+                end = np.maximum(reached[states.entered_from[kind, wave]], earliest[action]) + ticks[action]
                 end[end > latest[action]] = UNREACHED
                 np.minimum(first, end, out=first)
-            reached[low:high] = first
-        if (reached[self.final] >= UNREACHED).any():
+            np.maximum(first, opens[wave], out=first)
+            first[first > closes[wave]] = UNREACHED
+            reached[wave] = first
+        if (reached[states.final] >= UNREACHED).any():
             return False
-        left = np.full(count + 1, -UNREACHED, dtype=np.int64)
-        left[self.final] = self.begin + cost
-        for low, high in reversed(list(zip(self.wave[:-2], self.wave[1:-1], strict=True))):
-            last = np.full(high - low, -UNREACHED, dtype=np.int64)
-            for kind in range(3):
-                action = self.left_by[kind][low:high]
-                start = np.minimum(left[self.after[kind][low:high]], latest[action]) - self.step_ticks[kind][low:high]
+        leave = np.full(count + 1, -UNREACHED, dtype=np.int64)
+        leave[states.final] = self.begin + cost
+        for wave in reversed(waves[1:]):
+            last = np.minimum(leave[wave], closes[wave])
+            last[last < reached[wave]] = -UNREACHED
+            leave[wave] = last
+            for kind in range(kinds):
+                action, origin = states.entered_by[kind, wave], states.entered_from[kind, wave]
+                start = np.minimum(last, latest[action]) - ticks[action]
                 start[start < earliest[action]] = -UNREACHED
-                np.maximum(last, start, out=last)
-            last[last < reached[low:high]] = -UNREACHED
-            left[low:high] = last
+                leave[origin] = np.maximum(leave[origin], start)  # no state is left twice by one kind
+            leave[count] = -UNREACHED
         starts = np.full_like(earliest, UNREACHED)
         ends = np.full_like(latest, -UNREACHED)
-        for kind in range(3):
-            action = self.left_by[kind]
-            start = np.maximum(reached[:-1], earliest[action])
-            end = np.minimum(left[self.after[kind]], latest[action])
-            possible = start + self.step_ticks[kind] <= end
+        for kind in range(kinds):
+            action = states.entered_by[kind]
+            start = np.maximum(reached[states.entered_from[kind]], earliest[action])
+            end = np.minimum(leave[:-1], latest[action])
+            possible = start + ticks[action] <= end
             np.minimum.at(starts, action[possible], start[possible])
             np.maximum.at(ends, action[possible], end[possible])
-        if (starts[:-1] >= UNREACHED).any():
+        counted = np.append(self.counted.ravel(), False)
+        if (starts[counted] >= UNREACHED).any():
             return False
-        np.maximum(earliest[:-1], starts[:-1], out=earliest[:-1])
-        np.minimum(latest[:-1], ends[:-1], out=latest[:-1])
+        np.maximum(earliest, starts, out=earliest, where=counted)
+        np.minimum(latest, ends, out=latest, where=counted)
         return True
 
 

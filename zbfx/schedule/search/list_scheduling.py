@@ -142,6 +142,7 @@ class _ByRule(_Listing):
         count, m = problem.stage_count, problem.microbatches
         allowed = scheduler.limits[rank] - self.held[rank]
         earlier, fewest = rule.turn[rank] is Turn.EARLIER, rule.turn[rank] is Turn.FEWEST
+        grouped, p = rule.turn[rank] is Turn.GROUPED, problem.rank_count
         next_arrival = inf
         forward = backward = weight = -1
         finished, blocked = True, False
@@ -153,7 +154,12 @@ class _ByRule(_Listing):
                 if started > returned and started >= rule.hold[stage] and grown <= allowed:
                     at = self.arrival(count + stage, returned)
                     if at <= now:
-                        if backward < 0 or earlier or (fewest and returned < len(ends[backward])):
+                        if (
+                            backward < 0
+                            or earlier
+                            or (fewest and returned < len(ends[backward]))
+                            or (grouped and returned // p < len(ends[backward]) // p)
+                        ):
                             backward = count + stage
                     elif at < next_arrival:
                         next_arrival = at
@@ -162,7 +168,12 @@ class _ByRule(_Listing):
                     if scheduler.room[stage] > allowed:
                         blocked = blocked or at <= now
                     elif at <= now:
-                        if forward < 0 or earlier or (fewest and started < len(ends[forward])):
+                        if (
+                            forward < 0
+                            or earlier
+                            or (fewest and started < len(ends[forward]))
+                            or (grouped and started // p <= len(ends[forward]) // p)
+                        ):
                             forward = stage
                     elif at < next_arrival:
                         next_arrival = at

@@ -26,6 +26,7 @@ class Turn(Enum):
     LATER = 0  # the later stage of the model
     FEWEST = 1  # the stage that has run fewest actions of the kind
     EARLIER = 2
+    GROUPED = 3  # the stage whose next microbatch is of the first group of p; of those an earlier F, a later B
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,11 @@ def first_rules(
     p = problem.rank_count
     linear = p == problem.stage_count
     shapes = _linear_shapes(problem, limits, warm_up) if linear else _folded_shapes(problem, limits)
-    turns = (Turn.LATER,) if linear else (Turn.LATER, Turn.FEWEST)
+    turns = (Turn.LATER,) if linear else (Turn.LATER, Turn.FEWEST, Turn.GROUPED)
+    best = 1 if linear else 2
     leading = product(FLAGS[:2], RULE_PATIENCES[:2], turns[:1], shapes[:1])
-    best_shape = product(FLAGS, RULE_PATIENCES, turns, shapes[:1])
-    grid = chain(leading, best_shape, product(FLAGS, RULE_PATIENCES, turns, shapes[1:]))
+    best_shapes = product(FLAGS, RULE_PATIENCES, turns, shapes[:best])
+    grid = chain(leading, best_shapes, product(FLAGS, RULE_PATIENCES, turns, shapes[best:]))
     for (alternate, recycle), patience, turn, (hold, cap) in grid:
         yield Rule(hold, cap, (patience,) * p, (alternate,) * p, (recycle,) * p, (turn,) * p)
 
@@ -103,7 +105,8 @@ def _linear_shapes(
 
 def _folded_shapes(problem: Instance, limits: Sequence[int] | None) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(hold, cap) pairs for several stages per rank: in proportion to how far a stage is from the last one. A rank's
-    later stages take their part first; its first stage gets its own part or, marked None, all memory left."""
+    later stages take their part first; its first stage gets its own part or, marked None, all memory left. The second
+    pair caps nothing: memory alone decides."""
     count, p, m = problem.stage_count, problem.rank_count, problem.microbatches
     most = most_in_flight(problem, limits)
     pairs = []
@@ -116,4 +119,5 @@ def _folded_shapes(problem: Instance, limits: Sequence[int] | None) -> list[tupl
             else:
                 cap[first] = max(1, min(most[first] - len(later), ceil(first_part * (count - first) * 2 * p / count)))
         pairs.append(((1,) * count, tuple(cap)))
+    pairs.insert(1, ((1,) * count, (m,) * count))
     return list(dict.fromkeys(pairs))

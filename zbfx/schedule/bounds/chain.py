@@ -1,7 +1,8 @@
-"""The plain pipeline as arrays: one stage per rank, each feeding the next. Most lower bounds reason about it.
+"""The pipeline as columns of numbers: each stage feeds the next, and gets its gradient from it. Bounds reason about it.
 
 Takes   an `Instance` and a limit per rank.
-Gives   a `LinearPipeline`, or None for another placement. `split_only` gives costs without fused backwards.
+Gives   a `ChainPipeline` for any placement, a `LinearPipeline` for one stage per rank; None where the stages are no
+        chain. `split_only` gives costs without fused backwards.
 Raises  nothing. Source: section 2.3 of the paper for the symbols.
 """
 
@@ -15,10 +16,12 @@ from zbfx.timing.exact import BW, B, F, Instance, W, exact, exact_seconds
 
 
 @dataclass(frozen=True)
-class LinearPipeline:
-    """Ticks and memory units per stage, counted from 0; `there[i]` and `back[i]` lie between stages i and i + 1."""
+class ChainPipeline:
+    """Ticks and memory units per stage, counted from 0; `there[i]` and `back[i]` lie between stages i and i + 1. The
+    first p stages lie on p ranks."""
 
     microbatches: int
+    placement: tuple[int, ...]
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     weight: tuple[int, ...]
@@ -26,11 +29,27 @@ class LinearPipeline:
     back: tuple[int, ...]
     saved: tuple[int, ...]  # M_B
     weight_saved: tuple[int, ...]  # M_W
-    limits: tuple[int, ...] | None  # units for activations, per stage
+    limits: tuple[int, ...] | None  # units for activations, per rank
 
     @property
     def stages(self) -> range:
         return range(len(self.forward))
+
+    @property
+    def rank_count(self) -> int:
+        return max(self.placement) + 1
+
+    def stages_of(self, rank: int) -> list[int]:
+        return [stage for stage, owner in enumerate(self.placement) if owner == rank]
+
+    def first_start(self, stage: int) -> int:
+        """When `stage`, one of the first p, begins F0, in every schedule: nothing can precede it on its rank."""
+        return sum(self.forward[:stage]) + sum(self.there[:stage])
+
+
+@dataclass(frozen=True)
+class LinearPipeline(ChainPipeline):
+    """One stage per rank, in the order of ranks."""
 
     def work(self, stage: int) -> int:
         return self.microbatches * (self.forward[stage] + self.backward[stage] + self.weight[stage])
@@ -52,13 +71,15 @@ class LinearPipeline:
             return others
         return min(others, (self.limits[stage] - in_flight * self.saved[stage]) // self.weight_saved[stage])
 
-    def first_start(self, stage: int) -> int:
-        """When `stage` begins F0, in every schedule: nothing can precede it on its rank."""
-        return sum(self.forward[:stage]) + sum(self.there[:stage])
-
 
 def linear_pipeline(problem: Instance, limits: Sequence[int] | None) -> LinearPipeline | None:
-    """The problem as a `LinearPipeline`; None if it is not one. Edges that skip stages are left out: a relaxation."""
+    """The problem as a `LinearPipeline`; None if it is not one."""
+    pipe = chain_pipeline(problem, limits)
+    return pipe if isinstance(pipe, LinearPipeline) else None
+
+
+def chain_pipeline(problem: Instance, limits: Sequence[int] | None) -> ChainPipeline | None:
+    """The problem as a `ChainPipeline`; None if it is not one. Edges that skip stages are left out: a relaxation."""
     count, m, ticks = problem.stage_count, problem.microbatches, problem.ticks
     there, back = [], []
     for stage in range(count - 1):
@@ -68,14 +89,16 @@ def linear_pipeline(problem: Instance, limits: Sequence[int] | None) -> LinearPi
             return None
         there.append(max(forward))
         back.append(max(backward))
-    if problem.placement != tuple(range(count)):
+    if len(set(problem.placement[: problem.rank_count])) < problem.rank_count:
         return None
 
     def column(kind: int) -> tuple[int, ...]:
         return ticks[kind * count : (kind + 1) * count]
 
-    return LinearPipeline(
+    linear = problem.placement == tuple(range(count))
+    return (LinearPipeline if linear else ChainPipeline)(
         microbatches=m,
+        placement=problem.placement,
         forward=column(F),
         backward=column(B),
         weight=column(W),
