@@ -157,16 +157,14 @@ def _search(
     programs = rounds is None and bool(solvers())
     program_s = program_share * budget_s if programs else 0.0
     search = OrderSearch(costs, microbatches, limits, seed, deadline_s - program_s, rounds)
+    if search.anneals:
+        search.deadline_s = deadline_s - min(program_s, wanted.annealed_program_share * budget_s)
     compared = [] if start is None else [search.compare(start[0], valid(costs, microbatches, start[1]))]
+    compared += [_compare(search, other) for other in wanted.seeds]
     search.lead()
-    if wanted.compares or search.running():
-        for other, generate in GENERATORS.items():
-            try:
-                compared.append(search.compare(other, generated(generate, costs, microbatches, limits)))
-            except WrongPlacement as refusal:  # what to do about it is for those who asked for this schedule
-                compared.append(f"{other}: not compared, {refusal.reason}")
-            except ZbfxError as refusal:
-                compared.append(f"{other}: {str(refusal).splitlines()[0]}")
+    for other in GENERATORS:
+        if other not in wanted.seeds and (wanted.compares or search.running()):
+            compared.append(_compare(search, other))
     search.try_fused()
     search.run()
     if programs:
@@ -180,6 +178,16 @@ def _search(
         lower_bound_s=schedule.iteration_s if proven else max(schedule.lower_bound_s, float(found.bound_s)),
         notes=(*compared, *found.notes),
     )
+
+
+def _compare(search: OrderSearch, name: str) -> str:
+    """Let the search take what a generator makes. In one line what it costs, or why it is none."""
+    try:
+        return search.compare(name, generated(GENERATORS[name], search.costs, search.microbatches, search.limits))
+    except WrongPlacement as refusal:  # what to do about it is for those who asked for this schedule
+        return f"{name}: not compared, {refusal.reason}"
+    except ZbfxError as refusal:
+        return f"{name}: {str(refusal).splitlines()[0]}"
 
 
 def valid(costs: CostTable, microbatches: int, orders: Orders) -> Orders:

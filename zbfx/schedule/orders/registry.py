@@ -28,15 +28,18 @@ BytesPerRank = Sequence[Number] | None  # bytes per rank, static bytes included
 @dataclass(frozen=True)
 class Searched:
     """A schedule that is searched for under a limit of its own. `require_placement` raises for a placement that the
-    name does not stand for. Integer programs get `program_share` of the time; of a large problem they get
-    `large_program_share`, for they help little there. `compares`: the schedules of all generators are compared, also
-    where the search meets its bound without them."""
+    name does not stand for. `seeds` are compared first, however short the time. Integer programs get `program_share` of
+    the time, of a large problem `large_program_share`, for they help little there, and after annealing at most
+    `annealed_program_share`. `compares`: the schedules of all generators are compared, also where the search meets its
+    bound without them."""
 
     mem_limit: str | None
     require_placement: Callable[[str, CostTable], object] = lambda name, costs: None
     program_share: float = 0.5
     large_program_share: float = 0.1
+    annealed_program_share: float = 0.15
     compares: bool = False
+    seeds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,10 @@ GENERATORS: dict[str, Generator] = {
 }
 
 SEARCHED: dict[str, Searched] = {
-    "zb-1p": Searched("1x", handmade.require_linear),
-    "zb-2p": Searched("2x", handmade.require_linear),
-    "zb-v": Searched("1x", vshape.require_v),
-    "ilp": Searched(None, program_share=0.9, large_program_share=0.9),
+    "zb-1p": Searched("1x", handmade.require_linear, seeds=("1f1b", "zb-h1")),
+    "zb-2p": Searched("2x", handmade.require_linear, seeds=("1f1b", "zb-h1", "zb-h2")),
+    "zb-v": Searched("1x", vshape.require_v, seeds=("zb-v-order",)),
+    "ilp": Searched(None, program_share=0.9, large_program_share=0.9, annealed_program_share=0.9),
     "auto": Searched(None, compares=True),
 }
 

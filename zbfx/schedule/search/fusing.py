@@ -63,6 +63,19 @@ def unfuse(problem: Instance, order: Sequence[int]) -> list[int]:
     return codes
 
 
+def split_last(problem: Instance, orders: Sequence[Sequence[int]], share: int) -> list[list[int]]:
+    """The last `share * i` fused backwards of rank i as B, their Ws in the end: what they fill would be idle, as later
+    ranks are done sooner."""
+    found = []
+    for rank, order in enumerate(orders):
+        fused = [code for code in order if code >= BW * problem.stage_count * problem.microbatches]
+        last = set(fused[len(fused) - share * rank :]) if share * rank < len(fused) else set(fused)
+        apart = {code: unfuse(problem, [code]) for code in last}
+        codes = [apart[code][0] if code in last else code for code in order]
+        found.append([*codes, *(apart[code][1] for code in fused if code in last)])
+    return found
+
+
 def evaluated(problem: Instance, orders: Sequence[Sequence[int]], limits: Sequence[int] | None) -> Listed | None:
     """The orders with their cost, or None if they deadlock or exceed the limits."""
     if limits is not None and any(peak_units(problem, o) > limit for o, limit in zip(orders, limits, strict=True)):

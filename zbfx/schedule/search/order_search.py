@@ -18,15 +18,27 @@ from zbfx.plan import CostTable, Number
 from zbfx.schedule.bounds.certificate import Certificate
 from zbfx.schedule.orders.handmade import Orders
 from zbfx.schedule.orders.vshape import v_placement, zb_v
-from zbfx.schedule.search.fusing import evaluated, fuse, fuse_where_it_pays, fused_costs, savings, unfuse
+from zbfx.schedule.search.annealing import Annealing, available
+from zbfx.schedule.search.fusing import (
+    evaluated,
+    fuse,
+    fuse_where_it_pays,
+    fused_costs,
+    savings,
+    split_last,
+    unfuse,
+)
 from zbfx.schedule.search.list_scheduling import Listed, ListScheduler
 from zbfx.schedule.search.local_search import LocalSearch
 from zbfx.schedule.search.rules import PATIENCE_UNIT, Rule, first_rules, most_in_flight
-from zbfx.schedule.search.variation import RefillVariation, RuleVariation, Variation
+from zbfx.schedule.search.variation import FusingVariation, RefillVariation, RuleVariation, Variation
 from zbfx.timing.exact import BW, Instance, instance, peak_units
 
 FIRST_STEPS, STEPS_GROWTH = 40, 1.5  # list schedules, and moves of the local search, per contender and round
+ANNEALING_STEPS = 1000  # in the time of one of those
+ANNEALING_S = 0.5  # less is not worth starting to anneal
 RULE_CONTENDERS, REFILL_CONTENDERS = 3, 3  # schedules from which search goes on
+SPLIT_SHARES = (1, 2, 3, 4)  # of rank i's last backwards, times i
 FUSED_SHARE = 0.4  # of the time, for schedules whose cheaper fused backwards stay whole
 GRID_SHARE = 0.2  # of the time, at most, for the grid of rules
 EXTRA_WARM_UPS = (1, 2, 3, 5)  # Fs added to the warm-up of the paper's V order
@@ -49,8 +61,9 @@ class Contender:
     """One schedule that search goes on from: a variation of it, and local search from the best of both."""
 
     variation: Variation
-    local: LocalSearch
+    local: LocalSearch | Annealing | None
     how: str
+    steps_per_step: int = 1
     polished: Listed | None = None
 
     @property
@@ -60,7 +73,8 @@ class Contender:
 
     def advance(self, target: int, deadline_s: float, steps: int) -> None:
         self.variation.advance(target, deadline_s, steps)
-        self.polished = self.local.improve(self.best, target, deadline_s, steps)
+        if self.local is not None:
+            self.polished = self.local.improve(self.best, target, deadline_s, steps * self.steps_per_step)
 
 
 @dataclass
@@ -75,6 +89,7 @@ class OrderSearch:
     rounds: int | None = None  # of local search; None: until the time is up
     notes: list[str] = field(default_factory=list)
     best: Listed | None = None
+    whole: Listed | None = None  # the best whose backwards are fused, stage by stage
     generated: list[tuple[str, list[list[int]]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -82,6 +97,7 @@ class OrderSearch:
         self.units = self.problem.units(self.limits)
         self.certificate = Certificate(self.costs, self.microbatches, self.limits)
         self.scheduler = ListScheduler(self.problem, self.units)
+        self.anneals = available(self.problem) and self.deadline_s - perf_counter() > ANNEALING_S
 
     @property
     def cost(self) -> int:
@@ -128,7 +144,7 @@ class OrderSearch:
     def run(self) -> None:
         """The grids, then rounds: each contender varies and polishes its schedule, and the better half goes on. Rounds
         are counted in steps, not seconds: a seed fixes the way, and time only its end."""
-        contenders = [*self._rules(), *self._refills()]
+        contenders = [*self._rules(), *self._refills(), *self._fused()]
         if self.best is None:
             self.offer(evaluated(self.problem, self.one_by_one(), self.units), "one microbatch after the other")
         self.raise_bound()
@@ -160,6 +176,9 @@ class OrderSearch:
         ]
 
     def _contender(self, variation: Variation, how: str) -> Contender:
+        if self.anneals:
+            annealing = Annealing(self.problem, self.units, self.seed)
+            return Contender(variation, annealing, f"{how} and annealing", ANNEALING_STEPS)
         return Contender(variation, LocalSearch(self.problem, self.units, self.seed), f"{how} and local search")
 
     def _refills(self) -> list[Contender]:
@@ -203,6 +222,21 @@ class OrderSearch:
             for listed, rule in kept
         ]
 
+    def _fused(self) -> list[Contender]:
+        """The best schedule with each backward fused or split for itself, also with the last of each rank split."""
+        stages = [stage for stage, saved in savings(self.problem).items() if saved > 0]
+        starts = [listed for listed in (self.whole, self.best) if listed is not None]
+        if not stages or not starts:
+            return []
+        orders = [split_last(self.problem, listed.orders, share) for listed in starts for share in SPLIT_SHARES]
+        starts += [listed for listed in (evaluated(self.problem, o, self.units) for o in orders) if listed is not None]
+        start = min(starts, key=lambda listed: listed.cost)
+        self.offer(start, "last backwards split")
+        variation = FusingVariation(self.scheduler, self.units, start, stages, self.seed)
+        if not self.anneals:  # tabu search knows no fused backwards
+            return [Contender(variation, None, "backwards fused one by one")]
+        return [self._contender(variation, "backwards fused one by one")]
+
     def try_fused(self) -> None:
         """Search as if stages had only BW, wherever BW takes less time or memory than B and W apart."""
         count = self.problem.stage_count
@@ -216,7 +250,8 @@ class OrderSearch:
         other.run()
         if other.best is not None:
             orders = fuse(self.problem, [unfuse(self.problem, order) for order in other.best.orders], stages)
-            self.offer(evaluated(self.problem, orders, self.units), "backwards fused")
+            self.whole = evaluated(self.problem, orders, self.units)
+            self.offer(self.whole, "backwards fused")
 
     def fuse(self) -> None:
         """Run B and W as one where that takes no longer."""

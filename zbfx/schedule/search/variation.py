@@ -8,12 +8,14 @@ Raises  nothing. Source: ours.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from random import Random
 from time import perf_counter
 
+from zbfx.schedule.search.fusing import evaluated
 from zbfx.schedule.search.list_scheduling import Listed, ListScheduler
 from zbfx.schedule.search.rules import PATIENCE_UNIT, Rule, Turn
+from zbfx.timing.exact import BW, B, W
 
 
 class Variation(ABC):
@@ -92,3 +94,44 @@ class RefillVariation(Variation):
         listed = self.scheduler.refill(self.orders, patience, self.best.cost + 1)
         if listed is not None:
             self.patience, self.best = patience, listed
+
+
+class FusingVariation(Variation):
+    """Fuses and splits backwards, each microbatch for itself. `stages`: where that may pay."""
+
+    def __init__(
+        self,
+        scheduler: ListScheduler,
+        limits: Sequence[int] | None,
+        start: Listed,
+        stages: Collection[int],
+        seed: int,
+    ) -> None:
+        super().__init__(scheduler, start, seed)
+        self.limits = limits
+        self.places = [(stage, j) for stage in sorted(stages) for j in range(scheduler.problem.microbatches)]
+
+    def step(self) -> None:
+        orders = [list(order) for order in self.best.orders]
+        for _ in self.times():
+            self._toggle(orders, *self.random.choice(self.places))
+        listed = evaluated(self.scheduler.problem, orders, self.limits)
+        if listed is not None and listed.cost <= self.best.cost:
+            self.best = listed
+
+    def _toggle(self, orders: list[list[int]], stage: int, microbatch: int) -> None:
+        """Fuse the backward where its B is, or split it and put its W somewhere behind."""
+        problem = self.scheduler.problem
+        whole, backward, weight = (
+            (kind * problem.stage_count + stage) * problem.microbatches + microbatch for kind in (BW, B, W)
+        )
+        order = orders[problem.placement[stage]]
+        if backward in order:
+            order[order.index(backward)] = whole
+            order.remove(weight)
+        else:
+            place = order.index(whole)
+            order[place] = backward
+            order.insert(
+                self.random.choice((place + 1, self.random.randint(place + 1, len(order)), len(order))), weight
+            )
