@@ -25,7 +25,7 @@ from zbfx.timing.exact import B, F, Instance, W
 
 HOT, COLD = 0.2, 0.003  # temperatures, in mean ticks of an F
 ACTIONS_PER_CALL = 20_000_000  # how long the loop runs between two looks at the clock: some .2 s
-MOST_ACTIONS = 40_000
+MOST_ANNEALED = 40_000
 MOST_EXACT_TICKS = 1 << 52  # sums of times are exact as floats, too
 
 
@@ -33,7 +33,7 @@ def available(problem: Instance) -> bool:
     """Whether annealing is worth while: numba is installed, and the problem small enough."""
     actions = 3 * problem.stage_count * problem.microbatches
     longest = problem.microbatches * sum(problem.ticks) + sum(lag for sources in problem.sources for _, lag in sources)
-    return find_spec("numba") is not None and actions <= MOST_ACTIONS and longest < MOST_EXACT_TICKS
+    return find_spec("numba") is not None and actions <= MOST_ANNEALED and longest < MOST_EXACT_TICKS
 
 
 class Annealing:

@@ -28,9 +28,11 @@ def next_random(state: Any) -> Any:
 
 
 @njit(cache=True)
-def longest_rank(words: Any, lengths: Any, m: Any, ticks: Any, first_source: Any, sources: Any, lags: Any, work: Any) -> Any:
+def longest_span(
+    words: Any, lengths: Any, m: Any, ticks: Any, first_source: Any, sources: Any, lags: Any, work: Any
+) -> Any:
     """The longest rank's ticks, and those of all ranks together; -1 where the words are no order or deadlock. `work`:
-    scratch, as `scratch` makes it."""
+    scratch, as `Annealing` makes it."""
     ends, waiting, done, clock, place, begun, following, stack = work
     p, count = len(lengths), len(ticks) // 4
     for code in range(len(ends)):
@@ -167,7 +169,7 @@ def anneal(
     p, count = len(lengths), len(ticks) // 4
     before = np.empty_like(words[0])
     cooling = np.log(cold / hot) / steps
-    cost, total = longest_rank(words, lengths, m, ticks, first_source, sources, lags, work)
+    cost, total = longest_span(words, lengths, m, ticks, first_source, sources, lags, work)
     energy = cost + SPREAD * total / p
     for step in range(steps):
         rank = int(next_random(state) * p)
@@ -183,7 +185,7 @@ def anneal(
                 break
         if after >= 0:
             lengths[rank] = after
-            cost, total = longest_rank(words, lengths, m, ticks, first_source, sources, lags, work)
+            cost, total = longest_span(words, lengths, m, ticks, first_source, sources, lags, work)
             if cost >= 0:
                 found = cost + SPREAD * total / p
                 if found <= energy or next_random(state) < np.exp((energy - found) / (hot * np.exp(cooling * step))):
