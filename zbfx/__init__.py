@@ -4,6 +4,7 @@ first asked for."""
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from zbfx import schedule
 from zbfx.errors import (
     InputError,
     InvalidSchedule,
@@ -15,6 +16,8 @@ from zbfx.errors import (
 )
 from zbfx.plan import Action, CostTable, Edge, Kind, StageCost
 from zbfx.schedule.schedule import Schedule
+
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from zbfx import optim, passes
@@ -39,10 +42,12 @@ __all__ = [
     "StageCost",
     "TraceError",
     "ZbfxError",
+    "__version__",
     "check",
     "compile",
     "optim",
     "passes",
+    "schedule",
 ]
 
 WITH_TORCH = {  # where each name comes from that brings torch; None: it is a module
@@ -67,4 +72,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

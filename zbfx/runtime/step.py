@@ -31,6 +31,24 @@ from zbfx.runtime.watch import Watch
 from zbfx.trace.guard import Source
 
 
+OFFERED = (
+    "clip_grad_norm_",
+    "close",
+    "collect",
+    "count",
+    "evaluate",
+    "export",
+    "full_state_dict",
+    "named_buffers",
+    "named_parameters",
+    "parameters",
+    "pipelines",
+    "profile",
+    "run_split",
+    "verdict",
+)  # what `dir(step)` shows: what users call and read
+
+
 class Step:
     """One training step of a pipeline: forward, backward and gradients of a full batch.
 
@@ -58,6 +76,19 @@ class Step:
         self.fault: str | None = None  # why no further step can run
         self.is_closed = False
         self.lock = threading.RLock()  # held by the thread that is inside a call
+
+    def __repr__(self) -> str:
+        pipe, own = self.engine.pipe, [runner.rank for runner in self.engine.runners]
+        ranks = f"rank {own[0]}" if len(own) == 1 else f"ranks {own[0]} to {own[-1]}"
+        stages = ", ".join(str(stage) for stage, rank in enumerate(pipe.placement) if rank in own)
+        ended = ", closed" if self.is_closed else "" if self.fault is None else ", failed"
+        return (
+            f"Step({ranks} of {pipe.schedule.costs.rank_count}, stages {stages}, backend {pipe.options.backend}, "
+            f"count {self.count}{ended})"
+        )
+
+    def __dir__(self) -> list[str]:
+        return [*dir(object), *OFFERED]
 
     @property
     def count(self) -> int:
