@@ -100,7 +100,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/trace/signature.py": ("'__eq__' in vars(owner)",),
     },
     "tracebacks and arguments: paths of files": {
-        "zbfx/cli.py": ("place.endswith('.py')", "f.filename.startswith('<frozen importlib')"),
+        "zbfx/named_model.py": ("place.endswith('.py')", "f.filename.startswith('<frozen importlib')"),
         "zbfx/trace/objective.py": ("frame.f_code.co_filename.startswith(LIBRARY_FOLDERS)",),
         "zbfx/trace/refusals.py": (
             "'_higher_order_ops' in frame.filename",
@@ -127,7 +127,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "formats: keys and units of files, of the system and of arguments": {
         "zbfx/comm/faults.py": ("state in ENDED",),
-        "zbfx/cli.py": ("'model' not in given",),
+        "zbfx/named_model.py": ("'model' not in given",),
         "zbfx/checkpoint/stored.py": ("weights == INITIAL",),
         "zbfx/checkpoint/weights.py": ("name.startswith(PREFIX)",),
         "zbfx/comm/place.py": ("RANKS not in names",),

@@ -1,19 +1,16 @@
-"""`python -m zbfx`: plan, show and compare schedules from a table of costs, and check the pipeline of a model.
+"""`python -m zbfx`: plan, show and compare schedules from a table of costs; report on one, or on a model's pipeline;
+check that pipeline.
 Exit status: 0 done, 2 a mistake in the request (one message on stderr), 130 interrupted, 141 the reader of the output
 went away."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import inspect
 import json
 import math
 import os
 import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from shutil import get_terminal_size
@@ -22,18 +19,21 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from zbfx import __version__
 from zbfx.costs.tables import read_costs
-from zbfx.errors import ZbfxError, listed
+from zbfx.errors import ZbfxError
+from zbfx.named_model import EXAMPLE, named_arguments
 from zbfx.schedule import improve, names, plan
 from zbfx.schedule.orders.written import placement_of_orders, read_file
+from zbfx.schedule.others import others
 from zbfx.schedule.schedule import Schedule
 from zbfx.show.chrome_trace import chrome_trace
+from zbfx.show.page import Subject, page
 from zbfx.show.text import coloured_grid, summary
 from zbfx.show.units import amount
 from zbfx.timing.limits import limit_per_rank
 
 FAILED, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
-EXAMPLE = "a function that returns the arguments of zbfx.compile as a dict, at least its model and example inputs"
 LEAST_WIDTH, MOST_WIDTH = 40, 100_000  # characters: a narrower grid shows nothing, a wider one fills memory
 
 
@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="zbfx", description="Plan, draw and compare pipeline schedules.")
+    root.add_argument("--version", action="version", version=f"zbfx {__version__}")
     commands = root.add_subparsers(title="commands", required=True, metavar="command")
 
     planning = commands.add_parser("plan", help="order F, B and W on every rank, with a proven lower bound")
@@ -81,20 +82,21 @@ def parser() -> argparse.ArgumentParser:
     add_problem(comparing)
     comparing.add_argument("--json", action="store_true", help="print the rows as JSON")
     comparing.set_defaults(command=compare_command)
+    add_report(commands)
     add_check(commands)
     return root
 
 
-def add_problem(command: argparse.ArgumentParser) -> None:
+def add_problem(command: argparse.ArgumentParser, *, required: bool = True) -> None:
     command.add_argument(
         "--costs",
         type=Path,
         nargs="+",
-        required=True,
+        required=required,
         metavar="FILE",
         help="cost table, JSON; several that differ in placement: the best over all of them",
     )
-    command.add_argument("--microbatches", type=positive(int), required=True, metavar="M")
+    command.add_argument("--microbatches", type=positive(int), required=required, metavar="M")
     command.add_argument(
         "--mem-limit",
         metavar="LIMIT",
@@ -249,6 +251,65 @@ def cells(schedule: Schedule) -> tuple[str, ...]:
     )
 
 
+def add_report(commands: Any) -> None:
+    reporting = commands.add_parser("report", help="write a page on a schedule, or on the pipeline of your model")
+    reporting.add_argument("target", nargs="?", metavar="FILE.py:FUNCTION", help=f"{EXAMPLE}; or --costs")
+    add_problem(reporting, required=False)
+    add_schedule(reporting)
+    reporting.add_argument("--stages", type=int, help="pipeline ranks of a model (default: what it says, or 2)")
+    reporting.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="(report.html)")
+    reporting.add_argument("--profile", action="store_true", help="run a step in this process, and show it too")
+    reporting.add_argument(
+        "--compare", nargs="*", metavar="NAME", help="schedules to compare with (default: all by hand that fit)"
+    )
+    reporting.set_defaults(command=report_command)
+
+
+def report_command(options: argparse.Namespace) -> None:
+    """Writes the page and says where; what takes long is said on stderr."""
+    if (options.target is None) == (options.costs is None):
+        found = "neither" if options.target is None else "both"
+        raise ZbfxError(f"report takes a model (FILE.py:FUNCTION) or --costs with --microbatches; found {found}")
+    if options.target is None:
+        if options.microbatches is None or options.profile:
+            wrong = "no --microbatches" if options.microbatches is None else "--profile, which runs a model"
+            raise ZbfxError(f"report --costs takes --microbatches, and runs nothing; found {wrong}")
+        schedule = solve_asked(options)
+        text = page(Subject(schedule, compared=others(schedule, options.compare)))
+    else:
+        text = page_of_model(options)
+    try:
+        options.out.write_text(text)
+    except OSError as error:
+        raise ZbfxError(f"cannot write {options.out}: {error.strerror}") from error
+    print(f"wrote {options.out} ({len(text.encode()) / 1e6:.1f} MB)")
+
+
+def page_of_model(options: argparse.Namespace) -> str:
+    import zbfx  # brings torch, which the planning commands do without
+    from zbfx.report import example_batch, subject
+
+    given = dict(named_arguments("report", options.target))
+    chosen = {"stages": options.stages, "microbatches": options.microbatches, "mem_limit": options.mem_limit}
+    asked = {name: value for name, value in chosen.items() if value is not None}
+    asked |= {} if options.order is None else {"schedule": read_file(options.order)}
+    tell(f"compiling {options.target}")
+    pipe = zbfx.compile(**{"stages": 2, "microbatches": 8, "schedule": options.schedule, **given, **asked})
+    profile = None
+    if options.profile:
+        tell("running three steps in this process")
+        step, (args, kwargs) = pipe.run_local(), example_batch(pipe.compiled)
+        for _ in range(2):
+            step(*args, **kwargs)
+        profile = step.profile(*args, **kwargs)
+    tell("planning other schedules, and drawing")
+    return page(subject(pipe.compiled, profile, options.compare))
+
+
+def tell(progress: str) -> None:
+    print(f"zbfx: {progress}", file=sys.stderr)
+
+
 def add_check(commands: Any) -> None:
     checking = commands.add_parser(
         "check", help="compare the gradients of your model's F, B and W with those of its joint graph"
@@ -263,8 +324,7 @@ def check_command(options: argparse.Namespace) -> None:
     """Prints the report; raises `ZbfxError` if a gradient is lost, doubled or different."""
     import zbfx  # brings torch, which the planning commands do without
 
-    function = named_function(options.target)
-    given = checked_arguments(options.target, called(options.target, function), inspect.signature(zbfx.compile))
+    given = named_arguments("check", options.target)
     arguments = {"stages": 2, "microbatches": 2, "schedule": "1f1b", **given, "check": False}
     if options.stages is not None:
         arguments["stages"] = options.stages
@@ -272,76 +332,3 @@ def check_command(options: argparse.Namespace) -> None:
     if not report:
         raise ZbfxError(f"the pipeline is wrong: {report}")
     print(report)
-
-
-def called(target: str, function: Callable[[], Mapping[str, Any]]) -> Any:
-    """What the function returns. Raises `ZbfxError` if it cannot be called without arguments."""
-    try:
-        inspect.signature(function).bind()
-    except TypeError as error:
-        raise ZbfxError(f"{target} is {EXAMPLE}; it takes arguments: {error}") from error
-    return function()
-
-
-def checked_arguments(target: str, given: Any, signature: inspect.Signature) -> Mapping[str, Any]:
-    """What the function returned, if it is a dict of arguments that zbfx.compile takes."""
-    if not isinstance(given, Mapping):
-        raise ZbfxError(f"{target} is {EXAMPLE}; it returned {type(given).__name__} {given!r}"[:300])
-    if "model" not in given:
-        found = f"a dict without 'model': {listed(given)}" if given else "an empty dict"
-        raise ZbfxError(f"{target} is {EXAMPLE}; it returned {found}")
-    unknown = [key for key in given if key not in signature.parameters]
-    if unknown:
-        close = get_close_matches(str(unknown[0]), signature.parameters, n=1)
-        meant = f"; did you mean {close[0]!r}?" if close else f". Known: {', '.join(signature.parameters)}"
-        raise ZbfxError(f"{target} returned {unknown[0]!r}, which zbfx.compile does not take{meant}")
-    return given
-
-
-def named_function(target: str) -> Callable[[], Mapping[str, Any]]:
-    """The function that `FILE.py:FUNCTION` or `module:function` names."""
-    place, _, name = target.rpartition(":")
-    if not place:
-        raise ZbfxError(f"check takes FILE.py:FUNCTION, {EXAMPLE}; found {target!r}, without a ':'")
-    usage = f"check takes FILE.py:FUNCTION, {EXAMPLE}; found {target!r}"
-    module = load_module(place, usage)
-    try:
-        function = getattr(module, name)
-    except AttributeError as error:
-        raise ZbfxError(f"{usage}: {error}") from error
-    if not callable(function):
-        raise ZbfxError(f"{target} is {EXAMPLE}; found {type(function).__name__}")
-    return function
-
-
-def load_module(place: str, usage: str) -> Any:
-    """The module in a file, or of a name. Raises `ZbfxError` if there is none, or if it does not import."""
-    is_file = place.endswith(".py")
-    if is_file and not Path(place).is_file():
-        raise ZbfxError(f"{usage}: there is no file {place}")
-    if not is_file and not all(part.isidentifier() for part in place.split(".")):
-        raise ZbfxError(f"{usage}: {place!r} is neither a .py file nor the name of a module")
-    try:
-        return load_file(Path(place)) if is_file else importlib.import_module(place)
-    except SyntaxError as error:
-        raise ZbfxError(f"{place} does not import: {type(error).__name__}: {error}") from error
-    except ImportError as error:
-        ours = (__file__, importlib.__file__)
-        stack = traceback.extract_tb(error.__traceback__)
-        lines = [f for f in stack if f.filename not in ours and not f.filename.startswith("<frozen importlib")]
-        if not lines:
-            raise ZbfxError(f"{usage}: {error}") from error
-        last = lines[-1]
-        raise ZbfxError(
-            f"{place} does not import: {type(error).__name__}: {error}, at {last.filename}:{last.lineno} `{last.line}`"
-        ) from error
-
-
-def load_file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from zbfx.compiled import Compiled
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Stage
 from zbfx.plan import Kind
 from zbfx.runtime.timeline import Profile
-from zbfx.schedule import plan
-from zbfx.schedule.orders.registry import GENERATORS
-from zbfx.schedule.schedule import Schedule
+from zbfx.schedule.others import others
 from zbfx.show.page import CutEdge, Subject
 
 
@@ -30,23 +31,21 @@ def subject(compiled: Compiled, profile: Profile | None, compare: Sequence[str] 
         None if profile is None else profile.spans,
         cut_edges(compiled.stages),
         tuple(program.code.strip() for program in programs),
-        planned_beside(schedule, compare) if compiled.trains else (),
+        others(schedule, compare) if compiled.trains else (),
     )
 
 
-def planned_beside(schedule: Schedule, names: Sequence[str] | None) -> tuple[Schedule, ...]:
-    """Other schedules for the same costs, without a limit on memory."""
-    if names is not None:
-        return tuple(plan(schedule.costs, schedule.microbatches, schedule=name) for name in names)
-    found = []
-    for name in GENERATORS:
-        try:
-            other = plan(schedule.costs, schedule.microbatches, schedule=name)
-        except ZbfxError:  # it needs another placement, or more microbatches
-            continue
-        if other.ranks != schedule.ranks:
-            found.append(other)
-    return tuple(found)
+def example_batch(compiled: Compiled) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch of a step, the example microbatch as often as there are microbatches: positional and keyword arguments.
+    Raises `ZbfxError` for an example without data."""
+    if any(example.is_meta for example in compiled.examples):
+        raise ZbfxError("the example microbatch has no data (it is on the meta device), so that no step can run on it")
+    count, specs = compiled.schedule.microbatches, compiled.signature.tensors
+    tensors = [
+        example if spec.batch_dim is None else torch.cat([example] * count, spec.batch_dim)
+        for spec, example in zip(specs, compiled.examples, strict=True)
+    ]
+    return compiled.signature.unflatten(tensors)
 
 
 def cut_edges(stages: Sequence[Stage]) -> tuple[CutEdge, ...]:

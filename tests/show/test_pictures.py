@@ -275,6 +275,13 @@ def test_a_trace_has_the_measured_step_with_its_memory(tiny: Schedule, late: Pro
     assert moved == [(0, 1), (4.5, 2), (30.5, 3), (38.5, 4)]
 
 
+def test_a_measured_step_may_lack_actions_that_compute_nothing(tiny: Schedule) -> None:
+    lacking = tuple(tuple(span for span in row if str(span.action) != "W1.1") for row in tiny.spans)
+    assert times_in_trace(chrome_trace(tiny, lacking), 1) == times_of(lacking)
+    assert times_in_page(data_of(page(Subject(tiny, lacking)))["views"][0], 1) == times_of(lacking)
+    assert "W1.1" in Profile(tiny, lacking).svg()
+
+
 def test_the_idle_time_of_a_measured_step(late: Profile) -> None:
     assert late.idle == idle_times(late.schedule.costs, late.spans)
     for spans, idle in zip(late.spans, late.idle, strict=True):

@@ -30,7 +30,6 @@ from zbfx.runtime.verdict import settle, snapshot
 from zbfx.runtime.watch import Watch
 from zbfx.trace.guard import Source
 
-
 OFFERED = (
     "clip_grad_norm_",
     "close",

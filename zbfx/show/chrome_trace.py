@@ -82,9 +82,10 @@ def as_measured(curve: Curve, planned: Sequence[Span], measured: Sequence[Span])
     at = {part: span for span in measured for part in parts(span.action)}
     moved = {0.0: 0.0}
     for span in planned:
-        first, *_, last = (at[part] for part in (*parts(span.action)[:1], *parts(span.action)))
-        moved.setdefault(span.start_s, first.start_s)
-        moved[span.end_s] = last.end_s
+        own = [at[part] for part in parts(span.action) if part in at]  # a W without parameters is in no program
+        if own:
+            moved.setdefault(span.start_s, own[0].start_s)
+            moved[span.end_s] = own[-1].end_s
     anchors = sorted(moved)
     times = numpy.interp([time_s for time_s, _ in curve], anchors, [moved[time_s] for time_s in anchors])
     return [(float(time_s), held) for time_s, (_, held) in zip(times, curve, strict=True)]

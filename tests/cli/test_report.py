@@ -1,0 +1,72 @@
+"""`python -m zbfx report`: of costs, of a model, with a measured step; what it says, and where."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zbfx
+from tests.cli.test_check import MODEL
+from zbfx.cli import main
+
+STAGE = {"t_f": 2, "t_b": 3, "t_w": 5, "m_b": 4, "m_w": 1}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "costs.json").write_text(json.dumps({"stages": [STAGE] * 2, "t_comm": 7}))
+    (tmp_path / "user_model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def views_of(path: Path) -> list[Any]:
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.DOTALL)
+    return list(json.loads(data)["views"])
+
+
+def test_of_costs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "--costs", "costs.json", "--microbatches", "2", "--schedule", "zb-h1"]) == 0
+    printed = capsys.readouterr()
+    assert re.fullmatch(r"wrote report.html \(0.\d MB\)\n", printed.out)
+    assert [view["name"] for view in views_of(folder / "report.html")] == ["zb-h1", "gpipe", "1f1b"]
+
+
+def test_of_a_model_with_a_measured_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["report", "user_model.py:pipeline", "--microbatches", "4", "--schedule", "1f1b", "--profile"]
+    assert main([*command, "--compare", "zb-h1", "--out", "mine.html"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("wrote mine.html (")
+    assert [line.split()[1] for line in printed.err.splitlines()] == ["compiling", "running", "planning"]
+    first, second = views_of(folder / "mine.html")
+    assert (first["name"], second["name"]) == ("1f1b", "zb-h1")
+    assert [lane["name"] for lane in first["lanes"]] == ["plan 0", "step 0", "plan 1", "step 1"]
+    assert len(first["lanes"][1]["actions"].split()) == 2 * 4, "F and B: these layers' Ws are empty"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "report takes a model (FILE.py:FUNCTION) or --costs with --microbatches; found neither"),
+        (["user_model.py:pipeline", "--costs", "costs.json"], "found both"),
+        (["--costs", "costs.json"], "found no --microbatches"),
+        (["--costs", "costs.json", "--microbatches", "2", "--profile"], "found --profile, which runs a model"),
+        (["user_model.py"], "report takes FILE.py:FUNCTION"),
+        (["--costs", "costs.json", "--microbatches", "2", "--out", "no/such/folder.html"], "cannot write"),
+        (["--costs", "costs.json", "--microbatches", "2", "--compare", "gpip"], "gpip"),
+    ],
+)
+def test_mistakes_are_named(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"zbfx {zbfx.__version__}\n"
