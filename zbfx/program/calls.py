@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zbfx.errors import ZbfxError
@@ -132,23 +133,20 @@ def refuse_others(phase: Phase, results: Sequence[Any]) -> None:
     nodes: Any = phase.module.graph.output_node().args[0]
     names = [*phase.results, *(["loss"] if phase.has_loss else [])]
     for name, node, found in zip(names, nodes, results, strict=True):
-        expected = node.meta["val"]
-        if isinstance(expected, Tensor) and is_statistic(node) and found.is_floating_point():
-            expected = expected.to(found.dtype)
-        if isinstance(expected, Tensor) and kind_of_tensor(found) != kind_of_tensor(expected):
+        value = node.meta["val"]
+        if not isinstance(value, Tensor):
+            continue
+        expected = kind_of_tensor(value, found.dtype if is_statistic(node) else value.dtype)
+        if kind_of_tensor(found, found.dtype) != expected:
             raise ZbfxError(
-                f"{phase.name} returns {name} as {kind_of_tensor(expected)}, which is what later phases were made for; "
-                f"found {kind_of_tensor(found)}. Either an operator gives another result than its meta kernel says, or "
-                f"compiled code is wrong (try backend='eager'): please report the model"
+                f"{phase.name} returns {name} as {expected}, which is what later phases were made for; "
+                f"found {kind_of_tensor(found, found.dtype)}. Either an operator gives another result than its meta kernel "
+                f"says, or compiled code is wrong (try backend='eager'): please report the model"
             )
 
 
-def kind_of_tensor(value: Any) -> str:
-    return (
-        f"{value.dtype} of shape {tuple(value.shape)} on {value.device.type}"
-        if isinstance(value, Tensor)
-        else repr(value)
-    )
+def kind_of_tensor(value: Tensor, dtype: torch.dtype) -> str:
+    return f"{dtype} of shape {tuple(value.shape)} on {value.device.type}"
 
 
 def bundles_of(stages: Sequence[Stage], index: int) -> dict[Kind, list[tuple[str, ...]]]:
