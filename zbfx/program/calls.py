@@ -140,8 +140,8 @@ def refuse_others(phase: Phase, results: Sequence[Any]) -> None:
         if kind_of_tensor(found, found.dtype) != expected:
             raise ZbfxError(
                 f"{phase.name} returns {name} as {expected}, which is what later phases were made for; "
-                f"found {kind_of_tensor(found, found.dtype)}. Either an operator gives another result than its meta kernel "
-                f"says, or compiled code is wrong (try backend='eager'): please report the model"
+                f"found {kind_of_tensor(found, found.dtype)}. Either an operator gives another result than its meta "
+                f"kernel says, or compiled code is wrong (try backend='eager'): please report the model"
             )
 
 
