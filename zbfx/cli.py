@@ -28,9 +28,10 @@ from zbfx.schedule.orders.written import placement_of_orders, read_file
 from zbfx.schedule.others import others
 from zbfx.schedule.schedule import Schedule
 from zbfx.show.chrome_trace import chrome_trace
+from zbfx.show.explain import Account
 from zbfx.show.page import Subject, page
 from zbfx.show.text import coloured_grid, summary
-from zbfx.show.units import amount
+from zbfx.show.units import amount, duration
 from zbfx.timing.limits import limit_per_rank
 
 FAILED, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
@@ -83,6 +84,7 @@ def parser() -> argparse.ArgumentParser:
     comparing.add_argument("--json", action="store_true", help="print the rows as JSON")
     comparing.set_defaults(command=compare_command)
     add_report(commands)
+    add_profile(commands)
     add_check(commands)
     return root
 
@@ -278,6 +280,8 @@ def report_command(options: argparse.Namespace) -> None:
         text = page(Subject(schedule, compared=others(schedule, options.compare)))
     else:
         text = page_of_model(options)
+    if not speaks():
+        return
     try:
         options.out.write_text(text)
     except OSError as error:
@@ -286,28 +290,73 @@ def report_command(options: argparse.Namespace) -> None:
 
 
 def page_of_model(options: argparse.Namespace) -> str:
-    import zbfx  # brings torch, which the planning commands do without
-    from zbfx.report import example_batch, subject
+    from zbfx.measured_step import measured_step
+    from zbfx.pipeline import compile  # brings torch, which the planning commands do without
+    from zbfx.report import subject
 
-    given = dict(named_arguments("report", options.target))
-    chosen = {"stages": options.stages, "microbatches": options.microbatches, "mem_limit": options.mem_limit}
-    asked = {name: value for name, value in chosen.items() if value is not None}
-    asked |= {} if options.order is None else {"schedule": read_file(options.order)}
-    tell(f"compiling {options.target}")
-    pipe = zbfx.compile(**{"stages": 2, "microbatches": 8, "schedule": options.schedule, **given, **asked})
-    profile = None
+    arguments, profile = model_arguments("report", options), None
     if options.profile:
-        tell("running three steps in this process")
-        step, (args, kwargs) = pipe.run_local(), example_batch(pipe.compiled)
-        for _ in range(2):
-            step(*args, **kwargs)
-        profile = step.profile(*args, **kwargs)
+        pipe, profile = measured_step(arguments, tell)
+    else:
+        tell("compiling")
+        pipe = compile(**arguments)
     tell("planning other schedules, and drawing")
     return page(subject(pipe.compiled, profile, options.compare))
 
 
+def model_arguments(command: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Those that the named function returns, with what the command line asks for in their place."""
+    chosen = {"stages": options.stages, "microbatches": options.microbatches, "mem_limit": options.mem_limit}
+    asked = {name: value for name, value in chosen.items() if value is not None}
+    asked |= {} if options.order is None else {"schedule": read_file(options.order)}
+    given = named_arguments(command, options.target)
+    return {"stages": 2, "microbatches": 8, "schedule": options.schedule, **given, **asked}
+
+
 def tell(progress: str) -> None:
-    print(f"zbfx: {progress}", file=sys.stderr)
+    if speaks():
+        print(f"zbfx: {progress}", file=sys.stderr)
+
+
+def speaks() -> bool:
+    """Whether this process is the one, of those that torchrun has started, that speaks to the user."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def add_profile(commands: Any) -> None:
+    profiling = commands.add_parser(
+        "profile", help="run a step of your model's pipeline, here or under torchrun, and say what each rank did when"
+    )
+    profiling.add_argument("target", metavar="FILE.py:FUNCTION", help=f"{EXAMPLE}; or module:function")
+    profiling.add_argument("--stages", type=int, help="pipeline ranks (default: what it says, or 2; torchrun: all)")
+    profiling.add_argument("--microbatches", type=positive(int), metavar="M", help="(default: what it says, or 8)")
+    profiling.add_argument("--html", type=Path, metavar="FILE", help="write the page of report, with the measured step")
+    profiling.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of it beside its plan")
+    profiling.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev")
+    profiling.set_defaults(command=profile_command, schedule="auto", order=None, mem_limit=None)
+
+
+def profile_command(options: argparse.Namespace) -> None:
+    from zbfx.measured_step import measured_step
+
+    pipe, profile = measured_step(model_arguments("profile", options), tell)
+    if not speaks():
+        return
+    account = Account.of_step(profile.schedule, profile.spans)
+    print(f"{profile!r}; measured: {account}")
+    for rank in range(len(profile.spans)):
+        found = {str(cause): seconds for cause, seconds in account.idle_s(rank).items() if seconds}
+        said = ", ".join(f"{cause} {duration(seconds, profile.schedule)}" for cause, seconds in found.items())
+        print(f"rank {rank} idles: {said or 'never'}")
+    draw = {
+        options.html: lambda path: pipe.report(path, profile=profile),
+        options.svg: lambda path: path.write_text(profile.svg()),
+        options.trace: profile.trace,
+    }
+    for path, write in draw.items():
+        if path is not None:
+            write(path)
+            print(f"wrote {path}")
 
 
 def add_check(commands: Any) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import zbfx
 from tests.cli.test_check import MODEL
 from zbfx.cli import main
 
+ROOT = Path(__file__).parents[2]
 STAGE = {"t_f": 2, "t_b": 3, "t_w": 5, "m_b": 4, "m_w": 1}
 
 
@@ -63,6 +67,34 @@ def test_of_a_model_with_a_measured_step(folder: Path, capsys: pytest.CaptureFix
 def test_mistakes_are_named(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_profile_says_what_each_rank_did(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--trace", "t.json", "--svg", "t.svg", "--html", "t.html"]
+    assert main(["profile", "user_model.py:pipeline", "--microbatches", "4", *files]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match(r"Profile\(.*\); measured: (\d+%|no) idle", lines[0])
+    assert [line.split(":")[0] for line in lines[1:3]] == ["rank 0 idles", "rank 1 idles"]
+    assert lines[3:] == ["wrote t.html", "wrote t.svg", "wrote t.json"]
+    assert {e["pid"] for e in json.loads((folder / "t.json").read_text())["traceEvents"]} == {0, 1}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_profile_over_processes(folder: Path) -> None:
+    command = "-m torch.distributed.run --nproc-per-node=2 -m zbfx profile user_model.py:pipeline"
+    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, *command.split()],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()[1:]] == ["rank 0 idles", "rank 1 idles"]
+    assert "zbfx: running 3 steps over 2 processes" in done.stderr
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

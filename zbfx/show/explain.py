@@ -68,7 +68,7 @@ class Account:
         if share < NEGLIGIBLE:
             return "no idle time worth the name: every rank works through the whole step"
         reason, way_out = self.reason()
-        if len(self.spans) > 1 and self.iteration_s >= sum(self.work_s):
+        if self.is_planned and len(self.spans) > 1 and self.iteration_s >= sum(self.work_s):
             way_out = "this model is too small to gain from a pipeline"
         return f"{share:.0%} idle: {reason}; {way_out}"
 
