@@ -70,6 +70,23 @@ def test_zb_v_has_no_bubble_at_equal_times_and_1f1b_memory(p: int, m: int) -> No
     assert max(timed.peak_bytes) <= 2 * p
 
 
+@pytest.mark.parametrize(
+    ("name", "p", "m", "rate", "pairs"),
+    [
+        ("v-half", 16, 48, 0.1246, 9),
+        ("v-min", 9, 27, 0.1518, 4),
+        ("v-min", 16, 48, 0.17, 6),
+        ("v-half", 8, 24, 0.1056, 5),
+    ],
+)
+def test_warm_up_and_cool_down_are_closed_up(name: str, p: int, m: int, rate: float, pairs: int) -> None:
+    """Bubble rates of the authors' own generator, in the memory of as many pairs of M_B."""
+    costs = CostTable.chain([StageCost(1, 1, 1, 1, 1)] * (2 * p), 0, v_placement(p))
+    found = plan(costs, m, schedule=name)
+    assert max(found.peak_bytes) <= 2 * pairs
+    assert round(found.bubble_rate, 4) <= rate
+
+
 @pytest.mark.parametrize("p", [4, 5, 6, 8, 9, 12])
 def test_v_half_and_v_min_trade_memory_for_bubbles(p: int) -> None:
     """About half the memory and half the bubbles of 1F1B; about a third of the memory and two thirds of the bubbles."""
@@ -82,7 +99,7 @@ def test_v_half_and_v_min_trade_memory_for_bubbles(p: int) -> None:
     assert max(one.peak_bytes) == 2 * p
     assert max(half.peak_bytes) <= p + 2
     assert (half.iteration_s - 6 * m) / bubble < 0.6
-    assert 3 * max(least.peak_bytes) <= 2 * p + 6
+    assert 3 * max(least.peak_bytes) <= 2 * p + 8
     assert (least.iteration_s - 6 * m) / bubble < 0.75
 
 

@@ -105,11 +105,11 @@ def leads(pipe: ChainPipeline, rank: int) -> Ints | None:
         step = np.arange(len(owner)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
         rows = np.column_stack([highest[owner] + step, rows[owner]])
         if limit is not None:
-            rows = rows[_held(pipe, kinds, rows) <= limit]
+            rows = rows[_held_ahead(pipe, kinds, rows) <= limit]
     return rows
 
 
-def _held(pipe: ChainPipeline, kinds: list[tuple[int, int]], rows: Ints) -> Ints:
+def _held_ahead(pipe: ChainPipeline, kinds: list[tuple[int, int]], rows: Ints) -> Ints:
     """Least memory that the rank holds when the last kinds are ahead as `rows` say; kinds before those count as far as
     they must be ahead, too."""
     size = rows.shape[1]
@@ -158,7 +158,7 @@ def _states_of(
         for stage, number in returned.items():
             left = left + (m - number) * pipe.weight[stage]
         if pipe.limits is not None:
-            spent = spent + _ws_for_memory(pipe, rank, _held(pipe, kinds, done), returned)
+            spent = spent + _ws_for_memory(pipe, rank, _held_ahead(pipe, kinds, done), returned)
     return np.full(size, rank), done.sum(axis=1), spent, left, valid, origin, action
 
 

@@ -9,9 +9,9 @@ Source  ZB-V: section 6 of the paper. V-Half and V-Min: Qi et al. 2024, "Pipelin
 from __future__ import annotations
 
 from zbfx.errors import WrongPlacement, ZbfxError
-from zbfx.plan import Action, CostTable, Kind, Number
+from zbfx.plan import Action, CostTable, Kind
 from zbfx.schedule.orders.handmade import Orders
-from zbfx.schedule.orders.repeated import repeat_block
+from zbfx.schedule.orders.reordered import reordered
 
 
 def v_placement(ranks: int) -> tuple[int, ...]:
@@ -80,40 +80,16 @@ def _zb_v_rank(p: int, rank: int, microbatches: int, extra: int) -> list[Action]
 def v_half(costs: CostTable, microbatches: int) -> Orders:
     """V-Half (Qi et al. 2024): about half of 1F1B's memory."""
     require_v("v-half", costs)
-    return repeat_block(costs, microbatches, v_block(costs.rank_count, (2, 1, 2, 1)), every=6)
+    p = costs.rank_count
+    wait = 0 if p % 2 else 3  # else blocks of consecutive microbatches collide on ranks
+    turn, back = 3 * p - 2, 3 * p - 1 + wait
+    return reordered([(2 * r, turn - r, back + 2 * r, back + turn + 1 - r) for r in range(p)], microbatches)
 
 
 def v_min(costs: CostTable, microbatches: int) -> Orders:
     """V-Min (Qi et al. 2024): about a third of 1F1B's memory, the least with F and B never waiting."""
     require_v("v-min", costs)
     p = costs.rank_count
-    # Without a wait, blocks of consecutive microbatches collide on ranks when 3 divides p.
-    return repeat_block(costs, microbatches, v_block(p, (1, 1, 1, 1), wait=0 if p % 3 else 2), every=6)
-
-
-def v_block(p: int, offsets: tuple[int, int, int, int], wait: int = 0) -> dict[str, Number]:
-    """When the actions of one microbatch start, in a block that repeats every 6 units of time; every action takes one.
-    `offsets`: units from rank to neighbouring rank for F down the ranks, F up, B down and B up; `wait`: units between
-    the last F and the first B. Longer offsets hold activations longer. Each W takes the first slot after its B that no
-    other action of its rank has modulo 6."""
-    f_down, f_up, b_down, b_up = offsets
-    block: dict[str, Number] = {}
-    for rank in range(p):
-        to_bottom, later = p - 1 - rank, 2 * p - 1 - rank
-        turn = (p - 1) * f_down + 1
-        back = turn + (p - 1) * f_up + 1 + wait
-        start = {
-            f"F{rank}.0": rank * f_down,
-            f"F{later}.0": turn + to_bottom * f_up,
-            f"B{later}.0": back + rank * b_down,
-            f"B{rank}.0": back + (p - 1) * b_down + 1 + to_bottom * b_up,
-        }
-        taken = {time % 6 for time in start.values()}
-        for stage in (later, rank):
-            time = start[f"B{stage}.0"] + 1
-            while time % 6 in taken and len(taken) < 6:
-                time += 1
-            taken.add(time % 6)
-            start[f"W{stage}.0"] = time
-        block |= start
-    return block
+    wait = 0 if p % 3 else 2  # else blocks of consecutive microbatches collide on ranks
+    turn, back = 2 * p - 1, 2 * p + wait
+    return reordered([(r, turn - r, back + r, back + turn - r) for r in range(p)], microbatches)
