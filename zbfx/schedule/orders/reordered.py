@@ -22,7 +22,7 @@ from zbfx.schedule.orders.handmade import Orders
 EVERY = 6  # slots from a microbatch's block to the next one's
 
 
-class Step(IntEnum):
+class Leg(IntEnum):
     """What a rank does to a microbatch. Values pass down the ranks, up the ranks, and the gradients likewise."""
 
     F_DOWN = 0
@@ -32,10 +32,10 @@ class Step(IntEnum):
     W = 4
 
 
-FORWARD, BACKWARD, DOWN = (Step.F_DOWN, Step.F_UP), (Step.B_DOWN, Step.B_UP), (Step.F_DOWN, Step.B_DOWN)
+FORWARD, BACKWARD, DOWN = (Leg.F_DOWN, Leg.F_UP), (Leg.B_DOWN, Leg.B_UP), (Leg.F_DOWN, Leg.B_DOWN)
 
 # Per rank, step and microbatch its slot. A rank's Ws are numbered through, in the order of its Bs.
-Slots = list[list[list[int]]]
+SlotTable = list[list[list[int]]]
 
 
 def reordered(block: Sequence[Sequence[int]], microbatches: int) -> Orders:
@@ -45,11 +45,11 @@ def reordered(block: Sequence[Sequence[int]], microbatches: int) -> Orders:
     most = max(max(_held(steps)) for steps in slots)
     slots = pressed(Squeeze(slots, most, warm_up=True).run())
     slots = Squeeze(slots, most, warm_up=False).run()
-    slots = with_ws([steps[: Step.W] for steps in slots])
+    slots = with_ws([steps[: Leg.W] for steps in slots])
     return tuple(_order(rank, steps, len(slots)) for rank, steps in enumerate(slots))
 
 
-def with_ws(slots: Slots) -> Slots:
+def with_ws(slots: SlotTable) -> SlotTable:
     """Every rank's Ws in its free slots, as soon as their Bs have run."""
     found = []
     for steps in slots:
@@ -62,7 +62,7 @@ def with_ws(slots: Slots) -> Slots:
     return found
 
 
-def in_time(slots: Slots) -> Iterable[tuple[int, int, int, int]]:
+def in_time(slots: SlotTable) -> Iterable[tuple[int, int, int, int]]:
     """(slot, rank, step, number), sorted."""
     return sorted(
         (slot, rank, step, number)
@@ -72,10 +72,10 @@ def in_time(slots: Slots) -> Iterable[tuple[int, int, int, int]]:
     )
 
 
-def ready(slots: Slots, rank: int, step: int, number: int) -> int:
+def ready(slots: SlotTable, rank: int, step: int, number: int) -> int:
     """The first slot in which an action can run, its rank's other work apart."""
     own = slots[rank]
-    if step == Step.W:
+    if step == Leg.W:
         return sorted(slot for backward in BACKWARD for slot in own[backward])[number] + 1
     before = [own[step][number - 1]] if number else []
     neighbour = rank - 1 if step in DOWN else rank + 1
@@ -86,9 +86,9 @@ def ready(slots: Slots, rank: int, step: int, number: int) -> int:
     return max(before, default=-1) + 1
 
 
-def pressed(slots: Slots) -> Slots:
+def pressed(slots: SlotTable) -> SlotTable:
     """Every rank's actions in their order, each as soon as it can run."""
-    found: Slots = [[[0] * len(row) for row in steps] for steps in slots]
+    found: SlotTable = [[[0] * len(row) for row in steps] for steps in slots]
     clock = [0] * len(slots)
     for _, rank, step, number in in_time(slots):
         slot = max(clock[rank], _ready_in_order(found, slots, rank, step, number))
@@ -97,8 +97,8 @@ def pressed(slots: Slots) -> Slots:
     return found
 
 
-def _ready_in_order(found: Slots, slots: Slots, rank: int, step: int, number: int) -> int:
-    return 0 if step == Step.W else ready(found, rank, step, number)
+def _ready_in_order(found: SlotTable, slots: SlotTable, rank: int, step: int, number: int) -> int:
+    return 0 if step == Leg.W else ready(found, rank, step, number)
 
 
 @dataclass
@@ -106,22 +106,22 @@ class Squeeze:
     """Moves actions up in the cool-down, from the last F down on some rank on. With `warm_up` also before the first B
     up on rank 0, and Ws too; without it Bs alone, which change places with Ws."""
 
-    slots: Slots
+    slots: SlotTable
     most: int  # microbatches that a rank may hold
     warm_up: bool
 
-    def run(self) -> Slots:
-        slots, last = self.slots, len(self.slots[0][Step.F_DOWN]) - 1
+    def run(self) -> SlotTable:
+        slots, last = self.slots, len(self.slots[0][Leg.F_DOWN]) - 1
         self.held = [_held(steps) for steps in slots]
         self.taken: list[set[int]] = [set() for _ in slots]  # by actions that have their place
-        self.ws = [set(steps[Step.W]) for steps in slots]
+        self.ws = [set(steps[Leg.W]) for steps in slots]
         moving, closing = self.warm_up, False
         for slot, rank, step, number in in_time(slots):
-            if (rank, step, number) == (0, Step.B_UP, 0):
+            if (rank, step, number) == (0, Leg.B_UP, 0):
                 moving = False
-            if (step, number) == (Step.F_DOWN, last) and not moving and slots[0][Step.B_UP][0] <= slot:
+            if (step, number) == (Leg.F_DOWN, last) and not moving and slots[0][Leg.B_UP][0] <= slot:
                 closing = True
-            if self.warm_up or step != Step.W:
+            if self.warm_up or step != Leg.W:
                 place = self._place(rank, step, number, slot) if moving or closing else slot
                 slots[rank][step][number] = place
                 self.taken[rank].add(place)
@@ -134,7 +134,7 @@ class Squeeze:
             if place in self.taken[rank]:
                 continue
             late_w = not self.warm_up and place in ws
-            change = late_w + (1 if step in FORWARD else -1 if step == Step.W else 0)
+            change = late_w + (1 if step in FORWARD else -1 if step == Leg.W else 0)
             if change > 0 and max(held[place:slot]) + change > self.most:
                 continue
             for between in range(place, slot):
@@ -151,7 +151,7 @@ def _held(steps: Sequence[Sequence[int]]) -> list[int]:
     change = [0] * (1 + max(max(row) for row in steps))
     for step, row in enumerate(steps):
         for slot in row:
-            change[slot] += 1 if step in FORWARD else -1 if step == Step.W else 0
+            change[slot] += 1 if step in FORWARD else -1 if step == Leg.W else 0
     held, now = [], 0
     for value in change:
         now += value
@@ -162,15 +162,15 @@ def _held(steps: Sequence[Sequence[int]]) -> list[int]:
 def _order(rank: int, steps: Sequence[Sequence[int]], p: int) -> tuple[Action, ...]:
     down, up = rank, 2 * p - 1 - rank
     meaning = {
-        Step.F_DOWN: (Kind.F, down),
-        Step.F_UP: (Kind.F, up),
-        Step.B_DOWN: (Kind.B, up),
-        Step.B_UP: (Kind.B, down),
+        Leg.F_DOWN: (Kind.F, down),
+        Leg.F_UP: (Kind.F, up),
+        Leg.B_DOWN: (Kind.B, up),
+        Leg.B_UP: (Kind.B, down),
     }
     timed = [(slot, Action(*meaning[step], number)) for step in meaning for number, slot in enumerate(steps[step])]
     backwards = [action for _, action in sorted(timed, key=lambda entry: entry[0]) if action.kind is Kind.B]
     timed += [
         (slot, Action(Kind.W, action.stage, action.microbatch))
-        for slot, action in zip(steps[Step.W], backwards, strict=True)
+        for slot, action in zip(steps[Leg.W], backwards, strict=True)
     ]
     return tuple(action for _, action in sorted(timed, key=lambda entry: entry[0]))
