@@ -139,6 +139,13 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "zbfx/timing/limits.py": ("number.endswith(unit)",),
     },
+    "HTTP: the address and the host of a request": {
+        "zbfx/playground.py": (
+            "self.headers.get('Host') not in (f'{LOOPBACK}:{port}', f'localhost:{port}')",
+            "address.path == '/'",
+            "address.path == '/page'",
+        ),
+    },
     "other programs: the words in which they answer": {
         "zbfx/schedule/integer/solver.py": (
             "'HiGHS not found' in errors",
@@ -149,6 +156,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
     "options: the text is checked, or given its meaning, where it enters; everything else asks the record": {
+        "zbfx/playground.py": ("found.placement not in PLACEMENTS",),
         "zbfx/options.py": (
             "self.check not in CHECKS",
             "self.costs == 'measure'",

@@ -86,6 +86,7 @@ def parser() -> argparse.ArgumentParser:
     add_report(commands)
     add_profile(commands)
     add_check(commands)
+    add_playground(commands)
     return root
 
 
@@ -357,6 +358,21 @@ def profile_command(options: argparse.Namespace) -> None:
         if path is not None:
             write(path)
             print(f"wrote {path}")
+
+
+def add_playground(commands: Any) -> None:
+    playing = commands.add_parser("playground", help="a page on this machine with a slider for each cost")
+    playing.add_argument("--port", type=int, default=8765, help="(default: 8765; 0: any that is free)")
+    playing.set_defaults(command=playground_command)
+
+
+def playground_command(options: argparse.Namespace) -> None:
+    """Serves until it is interrupted."""
+    from zbfx.playground import LOOPBACK, server
+
+    with server(options.port) as serving:
+        print(f"http://{LOOPBACK}:{serving.server_address[1]} (Ctrl-C ends it)", flush=True)
+        serving.serve_forever()
 
 
 def add_check(commands: Any) -> None:

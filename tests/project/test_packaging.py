@@ -69,8 +69,8 @@ def test_wheel_holds_type_marker_and_command(wheel_names: set[str]) -> None:
     assert "zbfx/py.typed" in wheel_names
     assert any(name.endswith("entry_points.txt") for name in wheel_names)
     assert any(name.endswith("licenses/LICENSE") for name in wheel_names)
-    assets = {f"zbfx/show/assets/{name}" for name in ("d3.min.js", "d3.LICENSE", "page.css", "page.js")}
-    assert assets <= wheel_names
+    assets = ("d3.min.js", "d3.LICENSE", "page.css", "page.js", "playground.html")
+    assert {f"zbfx/show/assets/{name}" for name in assets} <= wheel_names
 
 
 def test_constraints_pin_every_direct_dependency() -> None:
