@@ -245,8 +245,8 @@ class Timetable:
     name: str
     costs: CostTable
     microbatches: int
-    ranks: tuple[tuple[Action, ...], ...]
-    spans: tuple[tuple[Span, ...], ...]
+    ranks: tuple[Sequence[Action], ...]
+    spans: tuple[Sequence[Span], ...]
     peak_bytes: tuple[float, ...]
     mem_limit: tuple[float, ...] | None = None  # bytes per rank; None: unlimited
     lower_bound_s: float = 0.0

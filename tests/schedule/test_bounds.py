@@ -15,7 +15,13 @@ from zbfx.plan import CostTable, StageCost
 from zbfx.schedule import plan
 from zbfx.schedule.bounds.certificate import Certificate
 from zbfx.schedule.bounds.chain import linear_pipeline, split_only
-from zbfx.schedule.bounds.closed_form import head_tail_bound, one_rank_bound, stream_bound, work_bound
+from zbfx.schedule.bounds.closed_form import (
+    head_tail_bound,
+    one_rank_bound,
+    stream_bound,
+    ways_on_ranks,
+    work_bound,
+)
 from zbfx.schedule.bounds.propagation import Propagation
 from zbfx.schedule.search.list_scheduling import ListScheduler
 from zbfx.schedule.search.rules import first_rules
@@ -47,7 +53,7 @@ def all_bounds(costs: CostTable, m: int, limit: int | None) -> dict[str, Fractio
     assert pipe is not None
     ticks = {
         "work": work_bound(problem),
-        "one rank": one_rank_bound(problem, units),
+        "one rank": one_rank_bound(problem, units, ways_on_ranks(problem)),
         "head and tail": head_tail_bound(pipe).cost,
         "stream": stream_bound(pipe),
     }

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fractions import Fraction
+from functools import partial
+from math import ceil
 from typing import Any
 
 from zbfx.errors import WrongPlacement, ZbfxError
@@ -24,12 +26,15 @@ from zbfx.schedule.orders.handmade import Orders
 from zbfx.schedule.orders.registry import GENERATORS, SEARCHED, Generator, Improve, generated, names
 from zbfx.schedule.orders.written import read_orders
 from zbfx.schedule.schedule import Schedule
+from zbfx.schedule.search.fusing import evaluated, one_by_one
+from zbfx.schedule.search.large import FIRST_OF_LARGE, LargeSearch, large_rules
 from zbfx.schedule.search.order_search import OrderSearch
 from zbfx.schedule.search.refine import refine_search
-from zbfx.timing.exact import exact
+from zbfx.timing.exact import Instance, exact, instance
 from zbfx.timing.limits import MemLimit, limit_per_rank, require_feasible
 from zbfx.timing.validity import check
 
+LEAST_ACTIONS_OF_LARGE = 60_000  # of more, a list schedule takes so long that few can be tried
 MOST_ACTIONS_OF_SMALL = 1000  # up to so many Fs, Bs and Ws a problem is small
 
 FROM_A_START = "auto"  # the search that improves a schedule of the user's
@@ -83,21 +88,28 @@ def plan(
 
 def build(name: str, costs: CostTable, microbatches: int, ranks: Orders, mem_limit: MemLimit = None) -> Schedule:
     """Check and time `ranks`, and attach the lower bound that holds for these costs and this limit."""
+    bound_s = Certificate(costs, microbatches, limit_per_rank(costs, mem_limit)).seconds
+    return built(name, costs, microbatches, ranks, mem_limit, bound_s)
+
+
+def built(
+    name: str, costs: CostTable, microbatches: int, ranks: Orders, mem_limit: MemLimit, bound_s: Fraction
+) -> Schedule:
+    """Check and time `ranks`; `bound_s` is a lower bound for these costs and this limit."""
     timed = check(costs, microbatches, ranks, mem_limit)
     limits = limit_per_rank(costs, mem_limit)
-    bound = Certificate(costs, microbatches, limits).seconds
     schedule = Schedule(
         name=name,
         costs=costs,
         microbatches=microbatches,
-        ranks=tuple(map(tuple, ranks)),
+        ranks=tuple(spans.actions for spans in timed.spans),
         spans=timed.spans,
         peak_bytes=timed.peak_bytes,
         mem_limit=None if limits is None else tuple(map(float, limits)),
     )
     # Equal as fractions must be equal as floats: a gap of 0 means proven optimal.
-    optimal = Fraction(timed.iteration_ticks, timed.ticks_per_s) == bound
-    return replace(schedule, lower_bound_s=schedule.iteration_s if optimal else float(bound))
+    optimal = Fraction(timed.iteration_ticks, timed.ticks_per_s) == bound_s
+    return replace(schedule, lower_bound_s=schedule.iteration_s if optimal else float(bound_s))
 
 
 def _plan_one(
@@ -152,7 +164,10 @@ def _search(
     wanted.require_placement(name, costs)
     limits = _tighter(limit_per_rank(costs, mem_limit), limit_per_rank(costs, wanted.mem_limit))
     require_feasible(costs, limits)
-    small = 3 * len(costs.stages) * microbatches <= MOST_ACTIONS_OF_SMALL
+    actions = 3 * len(costs.stages) * microbatches
+    if actions > LEAST_ACTIONS_OF_LARGE:
+        return _search_large(name, costs, microbatches, limits, deadline_s, start)
+    small = actions <= MOST_ACTIONS_OF_SMALL
     program_share = wanted.program_share if small else wanted.large_program_share
     programs = rounds is None and bool(solvers())
     program_s = program_share * budget_s if programs else 0.0
@@ -188,6 +203,50 @@ def _compare(search: OrderSearch, name: str) -> str:
         return f"{name}: not compared, {refusal.reason}"
     except ZbfxError as refusal:
         return f"{name}: {str(refusal).splitlines()[0]}"
+
+
+def _search_large(
+    name: str,
+    costs: CostTable,
+    microbatches: int,
+    limits: Sequence[Number] | None,
+    deadline_s: float,
+    start: tuple[str, Orders] | None,
+) -> Schedule:
+    """Few passes, the best first: a start of the user's, list schedules, orders by hand, more list schedules."""
+    certificate = Certificate(costs, microbatches, limits)
+    problem = instance(costs, microbatches)
+    units = problem.units(limits)
+    search = LargeSearch(problem, units, ceil(certificate.seconds * problem.ticks_per_s), deadline_s)
+    compared = []
+    if start is not None:
+        given = valid(costs, microbatches, start[1])
+        compared.append(search.compare(start[0], partial(problem.encode, given)))
+    rules = large_rules(problem, units, certificate.warm_up)
+    search.lists(rules, FIRST_OF_LARGE)
+    for other, generate in GENERATORS.items():
+        try:
+            compared.append(search.compare(other, partial(_coded, problem, generate, costs, limits)))
+        except WrongPlacement as refusal:
+            compared.append(f"{other}: not compared, {refusal.reason}")
+        except ZbfxError as refusal:
+            compared.append(f"{other}: {str(refusal).splitlines()[0]}")
+    search.lists(rules)
+    if search.best is None:
+        search.offer(evaluated(problem, one_by_one(problem), units), "one microbatch after the other")
+    assert search.best is not None
+    proven = search.best.cost <= search.target
+    why = "the bound is met: proven optimal" if proven else "time is up"
+    note = f"{why}; the bound is {float(certificate.seconds):g} ({certificate.argument})"
+    ranks = problem.decode(search.best.orders)
+    found = built(name, costs, microbatches, ranks, limits, certificate.seconds)
+    return replace(found, notes=(*compared, *search.notes, note))
+
+
+def _coded(
+    problem: Instance, generate: Generator, costs: CostTable, limits: Sequence[Number] | None
+) -> Sequence[Sequence[int]]:
+    return problem.encode(generated(generate, costs, problem.microbatches, limits))
 
 
 def valid(costs: CostTable, microbatches: int, orders: Orders) -> Orders:

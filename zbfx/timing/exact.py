@@ -8,16 +8,17 @@ Raises  `ZbfxError` for less than one microbatch; `InvalidSchedule` for other ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import lcm
+from typing import TypeGuard
 
 from zbfx.errors import InvalidSchedule, ZbfxError
 from zbfx.plan import Action, CostTable, Kind, Number, StageCost, plain_number
+from zbfx.timing.views import KINDS, ActionView
 
 F, B, W, BW = range(4)  # the kind part of a code
-KINDS = (Kind.F, Kind.B, Kind.W, Kind.BW)
 KIND_INDEX = {kind: index for index, kind in enumerate(KINDS)}
 
 Dependency = tuple[int, int]  # (group whose output is needed, ticks that it travels)
@@ -75,22 +76,33 @@ class Instance:
         return Action(KINDS[kind], stage, microbatch)
 
     def encode(self, ranks: Sequence[Sequence[Action]]) -> list[list[int]]:
-        count, m = self.stage_count, self.microbatches
+        count = self.stage_count
         if len(ranks) != self.rank_count:
             raise InvalidSchedule(
                 f"the placement has {self.rank_count} ranks; the schedule gives orders for {len(ranks)}"
             )
         bases = {kind: index * count for kind, index in KIND_INDEX.items()}
-        for rank, order in enumerate(ranks):
-            for action in order:
-                if not (0 <= action.stage < count and 0 <= action.microbatch < m):
-                    raise InvalidSchedule(
-                        f"rank {rank} runs {action}; there are stages 0 to {count - 1} and microbatches 0 to {m - 1}"
-                    )
-        return [[(bases[a.kind] + a.stage) * m + a.microbatch for a in order] for order in ranks]
+        return [
+            order.codes.tolist() if self.has_coded(order) else self._encoded(rank, order, bases)
+            for rank, order in enumerate(ranks)
+        ]
 
-    def decode(self, orders: Iterable[Iterable[int]]) -> tuple[tuple[Action, ...], ...]:
-        return tuple(tuple(self.action(code) for code in order) for order in orders)
+    def has_coded(self, order: Sequence[Action]) -> TypeGuard[ActionView]:
+        """Whether an order has codes of this problem."""
+        shape = self.stage_count, self.microbatches
+        return isinstance(order, ActionView) and (order.stage_count, order.microbatches) == shape
+
+    def _encoded(self, rank: int, order: Sequence[Action], bases: Mapping[Kind, int]) -> list[int]:
+        count, m = self.stage_count, self.microbatches
+        for action in order:
+            if not (0 <= action.stage < count and 0 <= action.microbatch < m):
+                raise InvalidSchedule(
+                    f"rank {rank} runs {action}; there are stages 0 to {count - 1} and microbatches 0 to {m - 1}"
+                )
+        return [(bases[a.kind] + a.stage) * m + a.microbatch for a in order]
+
+    def decode(self, orders: Iterable[Sequence[int]]) -> tuple[ActionView, ...]:
+        return tuple(ActionView(order, self.stage_count, self.microbatches) for order in orders)
 
     def units(self, limit: Sequence[Number] | None) -> list[int] | None:
         """Units that activations may take under a limit in bytes per rank. Rounding down is exact: sizes are whole."""

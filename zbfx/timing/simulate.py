@@ -15,56 +15,83 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from zbfx.errors import InvalidSchedule
-from zbfx.plan import Action, CostTable, Span
-from zbfx.timing.exact import Instance, instance, iteration_ticks, longest_paths
+from zbfx.plan import Action, CostTable
+from zbfx.timing.exact import Instance, instance, iteration_ticks, longest_paths, peak_units
+from zbfx.timing.views import SpanView
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated schedule. `memory[r]` lists (time in seconds, bytes held from then on), `static_bytes` included."""
+    """A simulated schedule."""
 
-    spans: tuple[tuple[Span, ...], ...]
-    peak_bytes: tuple[float, ...]
-    memory: tuple[tuple[tuple[float, float], ...], ...]
+    spans: tuple[SpanView, ...]
+    peak_units: tuple[int, ...]  # without what is held throughout
     iteration_ticks: int  # the paper's cost, exactly, in units of 1 / ticks_per_s
-    ticks_per_s: int
+    problem: Instance
+
+    @property
+    def ticks_per_s(self) -> int:
+        return self.problem.ticks_per_s
 
     @property
     def iteration_s(self) -> float:
         return self.iteration_ticks / self.ticks_per_s
 
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """The most that each rank holds, static bytes included."""
+        problem = self.problem
+        return tuple(problem.bytes(s + peak) for s, peak in zip(problem.static, self.peak_units, strict=True))
 
-def timeline(costs: CostTable, problem: Instance, ranks: Sequence[Sequence[Action]]) -> Timeline | None:
-    """The timed schedule, or None if some ranks wait for one another for ever."""
-    orders = problem.encode(ranks)
+    @property
+    def memory(self) -> tuple[tuple[tuple[float, float], ...], ...]:
+        """Per rank (time in seconds, bytes held from then on), static bytes included."""
+        return tuple(self._memory(rank) for rank in range(len(self.spans)))
+
+    def _memory(self, rank: int) -> tuple[tuple[float, float], ...]:
+        problem, spans = self.problem, self.spans[rank]
+        held, m = problem.static[rank], problem.microbatches
+        steps = [(0.0, problem.bytes(held))]
+        for code, begin, end in zip(
+            spans.actions.codes.tolist(), spans.starts_s.tolist(), spans.ends_s.tolist(), strict=True
+        ):
+            grows = problem.grows[code // m]
+            held += grows
+            # Growth counts from the start of an action, release from its end.
+            steps.append((begin if grows > 0 else end, problem.bytes(held)))
+        return tuple(steps)
+
+
+def timeline(problem: Instance, orders: Sequence[Sequence[int]]) -> Timeline | None:
+    """The timed schedule of coded orders, or None if some ranks wait for one another for ever."""
     result = longest_paths(problem, orders)
     if not result.complete:
         return None
-    m, ticks, grows, scale = problem.microbatches, problem.ticks, problem.grows, problem.ticks_per_s
-    spans, memory, peaks = [], [], []
-    for rank, (actions, order, starts) in enumerate(zip(ranks, orders, result.starts, strict=True)):
-        held, steps = problem.static[rank], [(0.0, problem.bytes(problem.static[rank]))]
-        timed = []
-        for action, code, start in zip(actions, order, starts, strict=True):
-            group = code // m
-            begin, end = start / scale, (start + ticks[group]) / scale
-            timed.append(Span(action, begin, end))
-            held += grows[group]
-            # Growth counts from the start of an action, release from its end.
-            steps.append((begin if grows[group] > 0 else end, held / problem.units_per_byte))
-        spans.append(tuple(timed))
-        memory.append(tuple(steps))
-        peaks.append(max(size for _, size in steps))
-    return Timeline(tuple(spans), tuple(peaks), tuple(memory), iteration_ticks(problem, orders, result.starts), scale)
+    m, ticks = problem.microbatches, problem.ticks
+    spans, peaks = [], []
+    for order, view, starts in zip(orders, problem.decode(orders), result.starts, strict=True):
+        ends = [start + ticks[code // m] for start, code in zip(starts, order, strict=True)]
+        spans.append(SpanView(view, in_seconds(starts, problem.ticks_per_s), in_seconds(ends, problem.ticks_per_s)))
+        peaks.append(peak_units(problem, order))
+    return Timeline(tuple(spans), tuple(peaks), iteration_ticks(problem, orders, result.starts), problem)
+
+
+def in_seconds(ticks: Sequence[int], ticks_per_s: int) -> NDArray[np.float64]:
+    """Each rounded once, however large its numbers are."""
+    return np.array([tick / ticks_per_s for tick in ticks], dtype=np.float64)
 
 
 def simulate(costs: CostTable, microbatches: int, ranks: Sequence[Sequence[Action]]) -> Timeline:
     """Time `ranks`, one order of actions per rank. Raises InvalidSchedule if it cannot run to its end."""
     problem = instance(costs, microbatches)
-    timed = timeline(costs, problem, ranks)
+    orders = problem.encode(ranks)
+    timed = timeline(problem, orders)
     if timed is None:
-        raise InvalidSchedule(describe_deadlock(problem, problem.encode(ranks)))
+        raise InvalidSchedule(describe_deadlock(problem, orders))
     return timed
 
 

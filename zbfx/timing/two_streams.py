@@ -98,7 +98,7 @@ def expected(costs: CostTable, ranks: Sequence[Arrangement]) -> tuple[tuple[Span
     return tuple(map(tuple, spans))
 
 
-def as_they_run(schedule: Timetable) -> tuple[tuple[Span, ...], ...]:
+def as_they_run(schedule: Timetable) -> tuple[Sequence[Span], ...]:
     """When the actions of a schedule run, Ws beside Bs included. Without these: its `spans`."""
     if not schedule.beside:
         return schedule.spans

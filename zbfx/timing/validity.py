@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from zbfx.errors import InvalidSchedule, OverLimit
 from zbfx.plan import Action, CostTable, Kind
 from zbfx.timing.exact import Instance, instance
 from zbfx.timing.limits import MemLimit, limit_per_rank, require_feasible
-from zbfx.timing.simulate import Timeline, excerpt, simulate
+from zbfx.timing.simulate import Timeline, describe_deadlock, excerpt, timeline
 
 BEFORE = {Kind.F: (), Kind.B: (Kind.F,), Kind.W: (Kind.B,), Kind.BW: (Kind.F,)}  # of one stage and microbatch
 
@@ -28,14 +30,37 @@ def check(
     problem = instance(costs, microbatches)
     limits = limit_per_rank(costs, mem_limit)
     require_feasible(costs, limits)
-    problem.encode(ranks)
-    for rank, order in enumerate(ranks):
-        _check_order(costs, ranks, rank, order)
-    _check_complete(costs, microbatches, ranks)
-    timed = simulate(costs, microbatches, ranks)
-    if limits is not None:
-        _check_memory(problem, ranks, problem.units(limits) or [], timed)
+    orders = problem.encode(ranks)
+    if not keeps_rules(problem, orders):
+        for rank, order in enumerate(ranks):
+            _check_order(costs, ranks, rank, order)
+        _check_complete(costs, microbatches, ranks)
+    timed = timeline(problem, orders)
+    if timed is None:
+        raise InvalidSchedule(describe_deadlock(problem, orders))
+    allowed = problem.units(limits)
+    if allowed is not None and any(peak > most for peak, most in zip(timed.peak_units, allowed, strict=True)):
+        _check_memory(problem, ranks, allowed, timed)
     return timed
+
+
+def keeps_rules(problem: Instance, orders: Sequence[Sequence[int]]) -> bool:
+    """Whether coded orders run every F, B and W once, on its rank, F before B before W, and Fs in ascending order."""
+    count, m = problem.stage_count, problem.microbatches
+    owners = np.array(problem.placement)
+    places = np.full(4 * count * m, -1, dtype=np.int64)  # in the order of its rank, by code
+    for rank, order in enumerate(orders):
+        codes = np.array(order, dtype=np.int64)
+        numbers = np.arange(len(codes))
+        if (owners[codes // m % count] != rank).any():
+            return False
+        places[codes] = numbers
+        if (places[codes] != numbers).any():  # some code twice
+            return False
+    f, b, w, fused = places.reshape(4, count, m)
+    apart = (fused < 0) & (b > f) & (w > b)
+    whole = (fused > f) & (b < 0) & (w < 0)
+    return bool((f >= 0).all() and (np.diff(f) > 0).all() and (apart | whole).all())
 
 
 def _fail(

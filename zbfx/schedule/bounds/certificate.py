@@ -14,7 +14,14 @@ from time import perf_counter
 
 from zbfx.plan import CostTable, Number
 from zbfx.schedule.bounds.chain import LinearPipeline, chain_pipeline, split_only
-from zbfx.schedule.bounds.closed_form import head_tail_bound, occupancy_bound, one_rank_bound, stream_bound, work_bound
+from zbfx.schedule.bounds.closed_form import (
+    head_tail_bound,
+    occupancy_bound,
+    one_rank_bound,
+    stream_bound,
+    ways_on_ranks,
+    work_bound,
+)
 from zbfx.schedule.bounds.propagation import Propagation, propagation_bound
 from zbfx.timing.exact import instance
 
@@ -27,11 +34,12 @@ class Certificate:
         units = problem.units(limits)
         self.ticks_per_s = problem.ticks_per_s
         self.pipe = chain_pipeline(problem, units)
+        between = ways_on_ranks(problem)
         self.warm_up: tuple[tuple[int, int], ...] | None = None
         self.arguments = {
             "work": work_bound(problem),
-            "one rank": one_rank_bound(problem, units),
-            "occupancy": occupancy_bound(problem, units),
+            "one rank": one_rank_bound(problem, units, between),
+            "occupancy": occupancy_bound(problem, units, between),
         }
         if isinstance(self.pipe, LinearPipeline):
             head_tail = head_tail_bound(self.pipe)

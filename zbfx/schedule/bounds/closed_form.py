@@ -10,12 +10,18 @@ Source  ours, with the paper's symbols. `S_i = T_F + T_B + T_W` of stage i, `M` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+import numpy as np
+from numpy.typing import NDArray
+
 from zbfx.schedule.bounds.chain import LinearPipeline
 from zbfx.timing.exact import B, F, Instance, W
+
+EXACT_TICKS = 1 << 50  # of the longest way: floats are whole up to 2**53
+AT_ONCE = 256  # stages
 
 
 @dataclass(frozen=True)
@@ -140,7 +146,42 @@ def paths_from(problem: Instance, stage: int) -> list[float]:
     return start
 
 
-def one_rank_bound(problem: Instance, limits: Sequence[int] | None) -> int:
+Ways = Mapping[tuple[int, int], tuple[float, float]]
+
+
+def ways_on_ranks(problem: Instance) -> Ways:
+    """For every two stages of one rank: the longest ways from the start of the first one's F to that of the other's B,
+    and of its W, on one microbatch; -inf where there is none."""
+    count = problem.stage_count
+    if sum(problem.ticks) + sum(lag for needed in problem.sources for _, lag in needed) < EXACT_TICKS:
+        rows: Iterable[tuple[int, Sequence[float] | NDArray[np.float64]]] = _ways_as_arrays(problem)
+    else:
+        rows = ((stage, paths_from(problem, stage)) for stage in range(count))
+    own: dict[int, list[int]] = {}
+    for stage, rank in enumerate(problem.placement):
+        own.setdefault(rank, []).append(stage)
+    return {
+        (stage, other): (way[B * count + other], way[W * count + other])
+        for stage, way in rows
+        for other in own[problem.placement[stage]]
+    }
+
+
+def _ways_as_arrays(problem: Instance) -> Iterator[tuple[int, NDArray[np.float64]]]:
+    """`paths_from` every stage, many stages at a time. Floats are exact up to `EXACT_TICKS`."""
+    count = problem.stage_count
+    order = (*range(count), *range(2 * count - 1, count - 1, -1), *range(2 * count, 3 * count))
+    for first in range(0, count, AT_ONCE):
+        stages = range(first, min(count, first + AT_ONCE))
+        start = np.full((3 * count, len(stages)), -inf)
+        start[stages, range(len(stages))] = 0
+        for group in order:
+            for source, lag in problem.sources[group]:
+                np.maximum(start[group], start[source] + (problem.ticks[source] + lag), out=start[group])
+        yield from zip(stages, start.T, strict=True)
+
+
+def one_rank_bound(problem: Instance, limits: Sequence[int] | None, between: Ways) -> int:
     """Idle at the head and at the tail of each rank, for any placement.
 
     Where all of a rank's stages follow its first one, F0 of that stage is the rank's first action and microbatch 0 must
@@ -149,18 +190,20 @@ def one_rank_bound(problem: Instance, limits: Sequence[int] | None) -> int:
     travel to the end of its Bs and of a W on this rank; what is left to do then is what memory holds. The two idle
     times are disjoint if memory cannot hold all Fs before the first B; else the longer one counts."""
     count, m = problem.stage_count, problem.microbatches
+    own: list[list[int]] = [[] for _ in range(problem.rank_count)]
+    for stage, rank in enumerate(problem.placement):
+        own[rank].append(stage)
     best = 0
-    for rank in range(problem.rank_count):
-        stages = [s for s in range(count) if problem.placement[s] == rank]
+    for rank, stages in enumerate(own):
         work = m * sum(problem.ticks[kind * count + s] for s in stages for kind in (F, B, W))
-        ways = [paths_from(problem, s) for s in stages]
-        if any(ways[0][s] == -inf for s in stages):
+        first = min(stages)
+        if any(between[first, s][0] == -inf for s in stages):
             best = max(best, work)
             continue
-        x = min(ways[0][B * count + s] for s in stages)
+        x = min(between[first, s][0] for s in stages)
         window = min(
-            max(way[W * count + s] + problem.ticks[W * count + s] for s in stages) - problem.ticks[stage]
-            for stage, way in zip(stages, ways, strict=True)
+            max(between[stage, s][1] + problem.ticks[W * count + s] for s in stages) - problem.ticks[stage]
+            for stage in stages
         )
         limit = None if limits is None else limits[rank]
         before, after = _most_before_first_b(problem, stages, limit), _most_after_last_f(problem, stages, limit)
@@ -169,7 +212,7 @@ def one_rank_bound(problem: Instance, limits: Sequence[int] | None) -> int:
     return best
 
 
-def occupancy_bound(problem: Instance, limits: Sequence[int] | None) -> int:
+def occupancy_bound(problem: Instance, limits: Sequence[int] | None, between: Ways) -> int:
     """Memory times time: a rank whose limit is M offers at most M C while it takes C. Each microbatch takes M_B of
     stage s from the start of its F to the end of its B, at least as long as its way from one to the other, and M_W
     during its W."""
@@ -178,7 +221,7 @@ def occupancy_bound(problem: Instance, limits: Sequence[int] | None) -> int:
     count, m = problem.stage_count, problem.microbatches
     taken = [0] * problem.rank_count
     for stage, rank in enumerate(problem.placement):
-        held = paths_from(problem, stage)[B * count + stage] + problem.ticks[B * count + stage]
+        held = between[stage, stage][0] + problem.ticks[B * count + stage]
         pending = -problem.grows[W * count + stage] * problem.ticks[W * count + stage]
         taken[rank] += m * (problem.grows[stage] * int(held) + pending)
     return max((-(-needed // limit) for needed, limit in zip(taken, limits, strict=True) if limit > 0), default=0)

@@ -9,10 +9,12 @@ Source  ZB-H1 and ZB-H2: section 2 of the paper. GPipe: Huang et al. 2019. 1F1B:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from zbfx.errors import WrongPlacement
 from zbfx.plan import Action, CostTable, Kind
 
-Orders = tuple[tuple[Action, ...], ...]
+Orders = tuple[Sequence[Action], ...]
 
 
 def gpipe(costs: CostTable, microbatches: int) -> Orders:

@@ -76,6 +76,18 @@ def split_last(problem: Instance, orders: Sequence[Sequence[int]], share: int) -
     return found
 
 
+def one_by_one(problem: Instance) -> list[list[int]]:
+    """The orders that need least memory: one microbatch after the other, every backward fused."""
+    count, m = problem.stage_count, problem.microbatches
+    own: list[list[int]] = [[] for _ in range(problem.rank_count)]
+    for stage, rank in enumerate(problem.placement):
+        own[rank].append(stage)
+    return [
+        [group * m + j for j in range(m) for group in (*stages, *(BW * count + s for s in reversed(stages)))]
+        for stages in own
+    ]
+
+
 def evaluated(problem: Instance, orders: Sequence[Sequence[int]], limits: Sequence[int] | None) -> Listed | None:
     """The orders with their cost, or None if they deadlock or exceed the limits."""
     if limits is not None and any(peak_units(problem, o) > limit for o, limit in zip(orders, limits, strict=True)):

@@ -24,6 +24,7 @@ from zbfx.schedule.search.fusing import (
     fuse,
     fuse_where_it_pays,
     fused_costs,
+    one_by_one,
     savings,
     split_last,
     unfuse,
@@ -33,6 +34,7 @@ from zbfx.schedule.search.local_search import LocalSearch
 from zbfx.schedule.search.rules import PATIENCE_UNIT, Rule, first_rules, most_in_flight
 from zbfx.schedule.search.variation import FusingVariation, RefillVariation, RuleVariation, Variation
 from zbfx.timing.exact import BW, Instance, instance, peak_units
+
 
 FIRST_STEPS, STEPS_GROWTH = 40, 1.5  # list schedules, and moves of the local search, per contender and round
 ANNEALING_STEPS = 1000  # in the time of one of those
@@ -164,16 +166,8 @@ class OrderSearch:
             steps = int(steps * STEPS_GROWTH)
 
     def one_by_one(self) -> list[list[int]]:
-        """The order that needs least memory: one microbatch after the other, every backward fused."""
-        count, m = self.problem.stage_count, self.problem.microbatches
-        return [
-            [
-                group * m + j
-                for j in range(m)
-                for group in (*sorted(stages), *(BW * count + s for s in sorted(stages, reverse=True)))
-            ]
-            for stages in self.scheduler.stages
-        ]
+        """The order that needs least memory."""
+        return one_by_one(self.problem)
 
     def _contender(self, variation: Variation, how: str) -> Contender:
         if self.anneals:

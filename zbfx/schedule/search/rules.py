@@ -13,7 +13,9 @@ from enum import Enum
 from itertools import chain, product
 from math import ceil
 
-from zbfx.timing.exact import Instance
+import numpy as np
+
+from zbfx.timing.exact import B, F, Instance
 
 PATIENCE_UNIT = 4  # patience is counted in quarters
 RULE_PATIENCES = (PATIENCE_UNIT, 0, 3, 2, 1)
@@ -99,7 +101,8 @@ def _linear_shapes(
         bounded([2 * (p - i) for i in range(p)]),
         bounded([m] * p),
     ]
-    pairs = [(hold, cap) for hold in holds for cap in caps if all(h <= c for h, c in zip(hold, cap, strict=True))]
+    pairs = arrival_shapes(problem, most)
+    pairs += [(hold, cap) for hold in holds for cap in caps if all(h <= c for h, c in zip(hold, cap, strict=True))]
     return list(dict.fromkeys(pairs))
 
 
@@ -121,3 +124,49 @@ def _folded_shapes(problem: Instance, limits: Sequence[int] | None) -> list[tupl
         pairs.append(((1,) * count, tuple(cap)))
     pairs.insert(1, ((1,) * count, (m,) * count))
     return list(dict.fromkeys(pairs))
+
+
+def arrival_shapes(problem: Instance, most: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(hold, cap) pairs of a plain pipeline by what has arrived when the first B is there; none for other problems."""
+    if problem.placement != tuple(range(problem.stage_count)) or not feeds_the_next(problem):
+        return []
+    hold = tuple(min(count, fit) for count, fit in zip(arrived(problem), most, strict=True))
+    return [(hold, hold), (hold, tuple(most))]
+
+
+def feeds_the_next(problem: Instance) -> bool:
+    """Whether every stage waits for the one before, and its B for that of the one after."""
+    count = problem.stage_count
+    return all(
+        any(source == s - 1 for source, _ in problem.sources[s])
+        and any(source == B * count + s for source, _ in problem.sources[B * count + s - 1])
+        for s in range(1, count)
+    )
+
+
+def arrived(problem: Instance) -> list[int]:
+    """Per stage of a plain pipeline: how many of its Fs can have run when its first B can be there, one at least.
+
+    Where stages differ, Fs reach a rank at the pace of the slowest stage before it. A rank that waits for as many Fs as
+    its own time from F0 to B0 has room for makes that B late, and every B before it. So a rank warms up with the Fs
+    that have arrived when its first B can be there at the earliest, and keeps that number in flight.
+    """
+    count, m, ticks = problem.stage_count, problem.microbatches, problem.ticks
+    there = [max(lag for source, lag in problem.sources[s] if source == s - 1) for s in range(1, count)]
+    back = [
+        max(lag for source, lag in problem.sources[B * count + s] if source == B * count + s + 1)
+        for s in range(count - 1)
+    ]
+    steps = np.arange(m)
+    ends = np.zeros((count, m))
+    arrivals = np.zeros(m)
+    for s in range(count):
+        time = float(ticks[F * count + s])
+        ends[s] = np.maximum.accumulate(arrivals - time * steps) + time * (steps + 1)
+        arrivals = ends[s] + (there[s] if s < count - 1 else 0)
+    found = [1] * count
+    first_b = ends[count - 1, 0]
+    for s in reversed(range(count - 1)):
+        first_b += ticks[B * count + s + 1] + back[s]
+        found[s] = max(1, int(np.searchsorted(ends[s], first_b, side="right")))
+    return found
