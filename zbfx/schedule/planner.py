@@ -23,7 +23,7 @@ from zbfx.plan import Action, CostTable, Number, require_size
 from zbfx.schedule.bounds.certificate import Certificate
 from zbfx.schedule.integer.solver import solvers
 from zbfx.schedule.orders.handmade import Orders
-from zbfx.schedule.orders.registry import GENERATORS, SEARCHED, Generator, Improve, generated, names
+from zbfx.schedule.orders.registry import GENERATORS, SEARCHED, Generator, Improve, fastest_first, generated, names
 from zbfx.schedule.orders.written import read_orders
 from zbfx.schedule.schedule import Schedule
 from zbfx.schedule.search.fusing import evaluated, one_by_one
@@ -35,6 +35,7 @@ from zbfx.timing.limits import MemLimit, limit_per_rank, require_feasible
 from zbfx.timing.validity import check
 
 LEAST_ACTIONS_OF_LARGE = 60_000  # of more, a list schedule takes so long that few can be tried
+SHORTER = 32  # by so much is the problem on which a pass is timed
 MOST_ACTIONS_OF_SMALL = 1000  # up to so many Fs, Bs and Ws a problem is small
 
 FROM_A_START = "auto"  # the search that improves a schedule of the user's
@@ -213,7 +214,8 @@ def _search_large(
     deadline_s: float,
     start: tuple[str, Orders] | None,
 ) -> Schedule:
-    """Few passes, the best first: a start of the user's, list schedules, orders by hand, more list schedules."""
+    """Few passes, the best first: a start of the user's, list schedules, orders by hand, more list schedules. Where not
+    even one list schedule would end in time, orders by hand take its place."""
     certificate = Certificate(costs, microbatches, limits)
     problem = instance(costs, microbatches)
     units = problem.units(limits)
@@ -223,10 +225,12 @@ def _search_large(
         given = valid(costs, microbatches, start[1])
         compared.append(search.compare(start[0], partial(problem.encode, given)))
     rules = large_rules(problem, units, certificate.warm_up)
-    search.lists(rules, FIRST_OF_LARGE)
-    for other, generate in GENERATORS.items():
+    search.expect(instance(costs, max(1, microbatches // SHORTER)))
+    if search.fits():
+        search.lists(rules, FIRST_OF_LARGE)
+    for other in fastest_first(GENERATORS):
         try:
-            compared.append(search.compare(other, partial(_coded, problem, generate, costs, limits)))
+            compared.append(search.compare(other, partial(_coded, problem, GENERATORS[other], costs, limits)))
         except WrongPlacement as refusal:
             compared.append(f"{other}: not compared, {refusal.reason}")
         except ZbfxError as refusal:

@@ -35,10 +35,19 @@ class LargeSearch:
     pass_s: float = 0.0
     notes: list[str] = field(default_factory=list)
 
+    def fits(self) -> bool:
+        """Whether a pass would end in time."""
+        return perf_counter() + 2 * self.pass_s < self.deadline_s
+
     def has_time(self) -> bool:
-        if self.best is None:
-            return True
-        return self.best.cost > self.target and perf_counter() + 2 * self.pass_s < self.deadline_s
+        return self.best is None or (self.best.cost > self.target and self.fits())
+
+    def expect(self, short: Instance) -> None:
+        """Time a pass over the first microbatches alone, to know how long a whole one will take."""
+        begun = perf_counter()
+        rule = next(large_rules(short, self.limits, None))
+        ListScheduler(short, self.limits).run(rule)
+        self.pass_s = (perf_counter() - begun) * self.problem.microbatches / short.microbatches
 
     def offer(self, listed: Listed | None, how: str) -> None:
         if listed is not None and (self.best is None or listed.cost < self.best.cost):

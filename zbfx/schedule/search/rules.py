@@ -127,7 +127,10 @@ def _folded_shapes(problem: Instance, limits: Sequence[int] | None) -> list[tupl
 
 
 def arrival_shapes(problem: Instance, most: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(hold, cap) pairs of a plain pipeline by what has arrived when the first B is there; none for other problems."""
+    """(hold, cap) pairs of a plain pipeline by what has arrived when the first B is there. None for other problems, nor
+    where stages are alike, and the warm-up that meets the bound is known."""
+    if len(set(problem.ticks[: problem.stage_count])) == 1:
+        return []
     if problem.placement != tuple(range(problem.stage_count)) or not feeds_the_next(problem):
         return []
     hold = tuple(min(count, fit) for count, fit in zip(arrived(problem), most, strict=True))
