@@ -35,7 +35,7 @@ from zbfx.timing.limits import MemLimit, limit_per_rank, require_feasible
 from zbfx.timing.validity import check
 
 LEAST_ACTIONS_OF_LARGE = 60_000  # of more, a list schedule takes so long that few can be tried
-SHORTER = 32  # by so much is the problem on which a pass is timed
+TIMED_PART = 32  # by so much is the problem on which a pass is timed
 MOST_ACTIONS_OF_SMALL = 1000  # up to so many Fs, Bs and Ws a problem is small
 
 FROM_A_START = "auto"  # the search that improves a schedule of the user's
@@ -225,7 +225,7 @@ def _search_large(
         given = valid(costs, microbatches, start[1])
         compared.append(search.compare(start[0], partial(problem.encode, given)))
     rules = large_rules(problem, units, certificate.warm_up)
-    search.expect(instance(costs, max(1, microbatches // SHORTER)))
+    search.expect(instance(costs, max(1, microbatches // TIMED_PART)))
     if search.fits():
         search.lists(rules, FIRST_OF_LARGE)
     for other in fastest_first(GENERATORS):

@@ -33,8 +33,7 @@ from zbfx.schedule.search.list_scheduling import Listed, ListScheduler
 from zbfx.schedule.search.local_search import LocalSearch
 from zbfx.schedule.search.rules import PATIENCE_UNIT, Rule, first_rules, most_in_flight
 from zbfx.schedule.search.variation import FusingVariation, RefillVariation, RuleVariation, Variation
-from zbfx.timing.exact import BW, Instance, instance, peak_units
-
+from zbfx.timing.exact import Instance, instance, peak_units
 
 FIRST_STEPS, STEPS_GROWTH = 40, 1.5  # list schedules, and moves of the local search, per contender and round
 ANNEALING_STEPS = 1000  # in the time of one of those
