@@ -31,6 +31,7 @@ from zbfx.schedule.search.fusing import (
 )
 from zbfx.schedule.search.list_scheduling import Listed, ListScheduler
 from zbfx.schedule.search.local_search import LocalSearch
+from zbfx.schedule.search.rounds import in_rounds
 from zbfx.schedule.search.rules import PATIENCE_UNIT, Rule, first_rules, most_in_flight
 from zbfx.schedule.search.variation import FusingVariation, RefillVariation, RuleVariation, Variation
 from zbfx.timing.exact import Instance, instance, peak_units
@@ -121,7 +122,12 @@ class OrderSearch:
         return True
 
     def lead(self) -> None:
-        """Try the rules that are most likely to meet the bound at once."""
+        """Try the rules that are most likely to meet the bound at once, and rounds on a V."""
+        if self.running() and self.costs.placement == v_placement(self.problem.rank_count):
+            listed = in_rounds(self.problem, self.units, self.deadline_s)
+            self.offer(listed, "rounds")
+            if listed is not None:
+                self.generated.append(("rounds", [list(order) for order in listed.orders]))
         rules = first_rules(self.problem, self.units, self.certificate.warm_up)
         for rule in islice(rules, LEADING):
             if self.running():
