@@ -35,6 +35,7 @@ from zbfx.show.units import amount, duration
 from zbfx.timing.limits import limit_per_rank
 
 FAILED, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+BUDGET_S = 5.0
 LEAST_WIDTH, MOST_WIDTH = 40, 100_000  # characters: a narrower grid shows nothing, a wider one fills memory
 
 
@@ -106,14 +107,14 @@ def add_problem(command: argparse.ArgumentParser, *, required: bool = True) -> N
         help="of every rank, in the unit of m_b, or a multiple of 1F1B's: 2x; or of each rank, with commas between",
     )
     command.add_argument(
-        "--budget", type=positive(float), default=5.0, metavar="SECONDS", help="time to search (default: 5)"
+        "--budget", type=positive(float), default=BUDGET_S, metavar="SECONDS", help="time to search (default: 5)"
     )
     command.add_argument("--seed", type=int, default=0, help="of the search (default: 0)")
 
 
 def add_schedule(command: argparse.ArgumentParser) -> None:
     asked = command.add_mutually_exclusive_group()
-    asked.add_argument("--schedule", default="auto", help="a schedule's name (default: auto, the best that fits)")
+    asked.add_argument("--schedule", help="a schedule's name (default: auto, the best that fits; a model's own)")
     asked.add_argument(
         "--order", type=Path, metavar="FILE", help="an order per rank: what plan --json printed, or a CSV of torch"
     )
@@ -163,7 +164,7 @@ def solve(options: argparse.Namespace, schedule: Any, placement: Sequence[int] |
 def solve_asked(options: argparse.Namespace) -> Schedule:
     """The plan of the schedule that the command line asks for."""
     orders = None if options.order is None else read_file(options.order)
-    schedule = options.schedule if orders is None else orders
+    schedule = (options.schedule or "auto") if orders is None else orders
     placement = None if orders is None else placement_of_orders(orders)
     return solve(options, improve(schedule) if options.improve else schedule, placement)
 
@@ -273,6 +274,8 @@ def report_command(options: argparse.Namespace) -> None:
     if (options.target is None) == (options.costs is None):
         found = "neither" if options.target is None else "both"
         raise ZbfxError(f"report takes a model (FILE.py:FUNCTION) or --costs with --microbatches; found {found}")
+    if options.target is not None and (options.budget, options.seed) != (BUDGET_S, 0):
+        raise ZbfxError("--budget and --seed are of plans from --costs; a model's pipeline is planned as compile does")
     if options.target is None:
         if options.microbatches is None or options.profile:
             wrong = "no --microbatches" if options.microbatches is None else "--profile, which runs a model"
@@ -307,11 +310,16 @@ def page_of_model(options: argparse.Namespace) -> str:
 
 def model_arguments(command: str, options: argparse.Namespace) -> dict[str, Any]:
     """Those that the named function returns, with what the command line asks for in their place."""
-    chosen = {"stages": options.stages, "microbatches": options.microbatches, "mem_limit": options.mem_limit}
+    limit = (options.mem_limit or "").split(",")
+    chosen = {
+        "stages": options.stages,
+        "microbatches": options.microbatches,
+        "mem_limit": limit if len(limit) > 1 else options.mem_limit,
+        "schedule": options.schedule if options.order is None else read_file(options.order),
+    }
     asked = {name: value for name, value in chosen.items() if value is not None}
-    asked |= {} if options.order is None else {"schedule": read_file(options.order)}
-    given = named_arguments(command, options.target)
-    return {"stages": 2, "microbatches": 8, "schedule": options.schedule, **given, **asked}
+    arguments = {"stages": 2, "microbatches": 8, **named_arguments(command, options.target), **asked}
+    return arguments | ({"schedule": improve(arguments.get("schedule", "auto"))} if options.improve else {})
 
 
 def tell(progress: str) -> None:
@@ -334,7 +342,7 @@ def add_profile(commands: Any) -> None:
     profiling.add_argument("--html", type=Path, metavar="FILE", help="write the page of report, with the measured step")
     profiling.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of it beside its plan")
     profiling.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev")
-    profiling.set_defaults(command=profile_command, schedule="auto", order=None, mem_limit=None)
+    profiling.set_defaults(command=profile_command, schedule=None, order=None, mem_limit=None, improve=False)
 
 
 def profile_command(options: argparse.Namespace) -> None:

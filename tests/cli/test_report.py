@@ -23,7 +23,8 @@ STAGE = {"t_f": 2, "t_b": 3, "t_w": 5, "m_b": 4, "m_w": 1}
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "costs.json").write_text(json.dumps({"stages": [STAGE] * 2, "t_comm": 7}))
-    (tmp_path / "user_model.py").write_text(MODEL)
+    own = 'def planned():\n    return {**pipeline(), "schedule": "gpipe", "microbatches": 2}\n'
+    (tmp_path / "user_model.py").write_text(MODEL + own)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -41,7 +42,7 @@ def test_of_costs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_of_a_model_with_a_measured_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["report", "user_model.py:pipeline", "--microbatches", "4", "--schedule", "1f1b", "--profile"]
+    command = ["report", "user_model.py:planned", "--microbatches", "4", "--schedule", "1f1b", "--profile"]
     assert main([*command, "--compare", "zb-h1", "--out", "mine.html"]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("wrote mine.html (")
@@ -59,6 +60,7 @@ def test_of_a_model_with_a_measured_step(folder: Path, capsys: pytest.CaptureFix
         (["user_model.py:pipeline", "--costs", "costs.json"], "found both"),
         (["--costs", "costs.json"], "found no --microbatches"),
         (["--costs", "costs.json", "--microbatches", "2", "--profile"], "found --profile, which runs a model"),
+        (["user_model.py:planned", "--seed", "1"], "--budget and --seed are of plans from --costs"),
         (["user_model.py"], "report takes FILE.py:FUNCTION"),
         (["--costs", "costs.json", "--microbatches", "2", "--out", "no/such/folder.html"], "cannot write"),
         (["--costs", "costs.json", "--microbatches", "2", "--compare", "gpip"], "gpip"),
@@ -67,6 +69,14 @@ def test_of_a_model_with_a_measured_step(folder: Path, capsys: pytest.CaptureFix
 def test_mistakes_are_named(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("more", "name"), [([], "gpipe"), (["--schedule", "zb-h1"], "zb-h1"), (["--improve"], None)])
+def test_of_a_model_as_it_says_or_as_it_is_asked(folder: Path, more: list[str], name: str | None) -> None:
+    assert main(["report", "user_model.py:planned", "--compare", "--mem-limit", "9x", *more]) == 0
+    (view,) = views_of(folder / "report.html")
+    assert name is None or view["name"] == name
+    assert sum(len(lane["actions"].split()) for lane in view["lanes"]) in (8, 12), "two microbatches on two ranks"
 
 
 def test_a_profile_says_what_each_rank_did(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
