@@ -30,7 +30,7 @@ from zbfx import _torch
 from zbfx._torch import GRADIENT_ADDITION_MARK, aten
 from zbfx.errors import TraceError
 from zbfx.graphs import Joint, Port, Role, copy_graph
-from zbfx.passes.nodes import expression, is_statistic, is_view, storage_owner, value_bytes
+from zbfx.passes.nodes import expression, is_statistic, is_view, is_widening, storage_owner, value_bytes
 
 # Fused backward ops worth splitting, with the position of the mask argument that says which gradients to compute.
 # Norms are not among them: their weight gradient is a cheap sum, and W could make it only from two held activations.
@@ -237,11 +237,12 @@ def is_gradient_addition(node: fx.Node) -> bool:
 
 
 def contributions(value: fx.Node, graph: fx.Graph) -> list[fx.Node]:
-    """The terms whose sum is `value`. A view of a sum is the sum of the views of its terms, bit for bit."""
+    """The terms whose sum is `value`. A view of a sum is the sum of the views of its terms, bit for bit; a cast of a
+    sum to a wider dtype becomes the sum of the casts, which rounds less."""
     if len(value.users) == 1 and is_gradient_addition(value):
         left, right = value.args
         return contributions(left, graph) + contributions(right, graph)  # type: ignore[arg-type]
-    if len(value.users) == 1 and is_view(value):
+    if len(value.users) == 1 and (is_view(value) or is_widening(value)):
         terms = contributions(value.args[0], graph)  # type: ignore[arg-type]
         if len(terms) > 1:
             views = []

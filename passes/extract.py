@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zbfx import _torch
 from zbfx._torch import aten
 from zbfx.graphs import Phase, Port, Role, Split, Stage
 from zbfx.passes.accumulate import accumulate_in_products
@@ -130,7 +131,8 @@ def build_phase(split: Split, key: PhaseKey, content: Content, results: set[fx.N
     for value, name in gradients:
         if name not in accumulators:
             accumulators[name] = placeholder(graph, f"grad_{name}")
-            accumulators[name].meta["val"] = value.meta["val"]
+            summed = joint.grad_dtypes.get(name, value.meta["val"].dtype)
+            accumulators[name].meta["val"] = value.meta["val"].to(summed)
     random = any(is_random(node) for node in content.nodes)
     seed = placeholder(graph, "seed") if random else None
     for node in content.nodes:
@@ -143,7 +145,7 @@ def build_phase(split: Split, key: PhaseKey, content: Content, results: set[fx.N
         else:
             copies[node] = graph.node_copy(node, lambda n: copies[n])
         for name in (name for value, name in gradients if value is node):
-            graph.call_function(aten.add_.Tensor, (accumulators[name], copies[node]))
+            graph.call_function(aten.add_.Tensor, (accumulators[name], in_range_of(accumulators[name], copies[node])))
     for value, name in written:
         graph.call_function(aten.copy_.default, (buffers[name], copies[value]))
     loss = [copies[value] for value, port in content.outputs if port.role is Role.LOSS]
@@ -161,6 +163,17 @@ def build_phase(split: Split, key: PhaseKey, content: Content, results: set[fx.N
         has_loss=bool(loss),
         is_random=random,
     )
+
+
+def in_range_of(accumulator: fx.Node, term: fx.Node) -> fx.Node:
+    """The term of a sum; a cast of it where the sum has a dtype that does not hold all its values, as autograd rounds
+    each gradient before it adds it."""
+    dtype, own = accumulator.meta["val"].dtype, term.meta["val"].dtype
+    if torch.promote_types(dtype, own) is dtype:
+        return term
+    cast = term.graph.call_function(_torch.CAST, (term,), {"dtype": dtype})
+    cast.meta = {**term.meta, "val": term.meta["val"].to(dtype)}
+    return cast
 
 
 def identifier(name: str) -> str:

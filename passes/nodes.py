@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from zbfx import _torch
 from zbfx._torch import aten
+from zbfx.passes.operators import ADD_PRODUCT
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ COUNTED_AS: Mapping[Any, CountedAs] = {
     _torch.CPU_ATTENTION: CountedAs(_torch.FLASH_ATTENTION, 3),
     _torch.CPU_ATTENTION_BACKWARD: CountedAs(_torch.FLASH_ATTENTION_BACKWARD, 4),
     aten.addmm_.default: CountedAs(aten.addmm),
+    ADD_PRODUCT: CountedAs(aten.addmm),
 }
 
 
@@ -49,6 +51,15 @@ def is_view(node: fx.Node) -> bool:
     schema = _torch.schema_of(node.target)
     alias = schema.arguments[0].alias_info if schema is not None and schema.arguments else None
     return alias is not None and not alias.is_write
+
+
+def is_widening(node: fx.Node) -> bool:
+    """Whether a node casts floating-point numbers to a dtype that holds all of them, and does nothing else."""
+    if node.target is not _torch.CAST:
+        return False
+    before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    floats = before.is_floating_point() and after.is_floating_point() and before.device == after.device
+    return floats and torch.promote_types(before.dtype, after.dtype) is after.dtype
 
 
 def is_random(node: fx.Node) -> bool:

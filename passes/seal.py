@@ -9,33 +9,14 @@ Raises  nothing. Source: ours; both were found by profiling.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from zbfx import _torch
 from zbfx._torch import aten
 from zbfx.graphs import copy_graph
+from zbfx.passes.operators import ADD_PRODUCT, CHECK
 
-SEALED_OPS = torch.library.Library("zbfx", "FRAGMENT")
-SEALED_OPS.define("addmm_(Tensor(a!) gradient, Tensor left, Tensor right) -> ()")
-SEALED_OPS.define("check(Tensor condition, str message='a check failed') -> ()")
-fx.has_side_effect(torch.ops.zbfx.check.default)  # fx would take it for dead code
-
-OURS = {
-    aten.addmm_.default: torch.ops.zbfx.addmm_.default,
-    _torch.ASSERT: torch.ops.zbfx.check.default,
-    _torch.ASSERT_WITH_MESSAGE: torch.ops.zbfx.check.default,
-}
-
-
-@torch.library.impl(SEALED_OPS, "addmm_", "CompositeExplicitAutograd")
-def add_product(gradient: Tensor, left: Tensor, right: Tensor) -> None:
-    gradient.addmm_(left, right)
-
-
-@torch.library.impl(SEALED_OPS, "check", "CompositeExplicitAutograd")
-def assert_true(condition: Tensor, message: str = "a check failed") -> None:
-    _torch.ASSERT_WITH_MESSAGE(condition, message)
+OURS = {aten.addmm_.default: ADD_PRODUCT, _torch.ASSERT: CHECK, _torch.ASSERT_WITH_MESSAGE: CHECK}
 
 
 def sealed(graph: fx.Graph) -> fx.Graph:

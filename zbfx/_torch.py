@@ -395,9 +395,16 @@ def forward_lines(frame: FrameType) -> Sequence[str]:
     return node.metadata.get("traceback_", ()) if is_of_autograd else ()
 
 
-def gradient_dtype(parameter: nn.Parameter) -> torch.dtype | None:
-    """The dtype of a parameter's gradients; None: whichever they have. Before torch 2.10 it is the parameter's."""
-    return getattr(parameter, "grad_dtype", parameter.dtype)
+def gradient_dtype(parameter: Tensor) -> torch.dtype | None:
+    """The dtype of a parameter's gradients; None: whichever they have."""
+    dtype: torch.dtype | None = parameter.grad_dtype
+    return dtype
+
+
+def set_gradient_dtype(parameter: Tensor, dtype: torch.dtype) -> None:
+    """Let a parameter, which has no gradient yet or one of this dtype, have gradients of this dtype."""
+    if parameter.grad_dtype is not dtype:
+        parameter.grad_dtype = dtype
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import fields
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zbfx.errors import ZbfxError
@@ -55,7 +56,8 @@ def kind_of(value: Any) -> str:
 
 
 def compared(options: Any) -> dict[str, object]:
-    """What ranks compare of a record of options, by name: numbers, texts, lists of these, and the kinds of others."""
+    """What ranks compare of a record of options, by name: numbers, texts, dtypes, lists of these, and the kinds of
+    others."""
     values = {found.name: getattr(options, found.name) for found in fields(options) if found.compare}
     return {name: value if is_plain(value) else type(value).__name__ for name, value in values.items()}
 
@@ -65,4 +67,4 @@ def is_plain(value: Any) -> bool:
         return all(map(is_plain, value))
     if isinstance(value, dict):
         return all(map(is_plain, value.values()))
-    return value is None or isinstance(value, str | bool | Real)
+    return value is None or isinstance(value, str | bool | Real | torch.dtype)

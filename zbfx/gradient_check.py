@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from zbfx import rng
-from zbfx._torch import recomputing_within
+from zbfx._torch import recomputing_within, set_gradient_dtype
 from zbfx.arguments import checked_seed, finite_number, kind_of
 from zbfx.comm.local import Mailbox
 from zbfx.compiled import Compiled
 from zbfx.errors import ZbfxError, first_line
-from zbfx.graphs import Joint, Role, copy_graph
+from zbfx.graphs import Joint, Port, Role, copy_graph
 from zbfx.passes.canonicalize import allow_any_strides, canonicalize
-from zbfx.passes.nodes import is_random
+from zbfx.passes.nodes import is_random, is_view, is_widening
 from zbfx.passes.positions import line_up
 from zbfx.plan import Action, Kind
 from zbfx.program import ops
@@ -129,15 +129,16 @@ def compare_all(pipe: Compiled, source: Source, values: Values, seed: int, toler
     tensors, rows = random_data(pipe, source, generator, values)
     microbatches = [ops.Microbatch(row, rng.mix(seed, index)) for index, row in enumerate(rows)]
     loss_gradient = torch.tensor(1.0 / len(rows), dtype=pipe.reduction.dtype, device=pipe.device)
-    expected = joint_results(pipe.joint, copied(tensors), microbatches, loss_gradient)
-    found = split_results(pipe, copied(tensors), microbatches, loss_gradient)
+    expected = joint_results(pipe.joint, copied(tensors, pipe.joint.grad_dtypes), microbatches, loss_gradient)
+    found = split_results(pipe, copied(tensors, pipe.joint.grad_dtypes), microbatches, loss_gradient)
     findings, bitwise = [], 0
     least = floor * max((largest(want) for want in expected.values()), default=0.0)
+    terms = {port.name: term_dtype(value) for value, port in gradient_outputs(pipe.joint)}
     for name, want in expected.items():
         have = found.get(name)
         if have is not None and torch.equal(have, want):
             bitwise += 1
-        elif finding := compare(name, want, have, tolerance, least):
+        elif finding := compare(name, want, have, max(tolerance, rounding_of(terms.get(name, want.dtype))), least):
             findings.append(finding)
     findings += [Finding(name, "different", float("inf")) for name in found if name not in expected]
     own = own_results(pipe, source, tensors, rows, loss_gradient)
@@ -147,6 +148,24 @@ def compare_all(pipe: Compiled, source: Source, values: Values, seed: int, toler
         if finding := compare(title, value, expected[name], max(tolerance, rounding), least):
             findings.append(replace(finding, of_model=True))
     return Report(len(expected) + len(own), bitwise, tuple(findings))
+
+
+def gradient_outputs(joint: Joint) -> list[tuple[fx.Node, Port]]:
+    pairs = zip(joint.output_values, joint.outputs, strict=True)
+    return [(value, port) for value, port in pairs if port.role is Role.GRADIENT]
+
+
+def term_dtype(value: fx.Node) -> torch.dtype:
+    """The dtype in which the graph adds up the terms of a gradient: stages add them in that of the whole sum."""
+    while is_view(value) or is_widening(value):
+        value = value.args[0]  # type: ignore[assignment]
+    dtype: torch.dtype = value.meta["val"].dtype
+    return dtype
+
+
+def rounding_of(dtype: torch.dtype) -> float:
+    """How far sums may differ that were rounded in another order."""
+    return 4 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
 def own_results(
@@ -198,7 +217,7 @@ def compare(name: str, want: Tensor, have: Tensor | None, tolerance: float, leas
     if not want.numel():
         return None
     error = float((have - want).abs().max()) / scale
-    if error <= max(tolerance, 4 * torch.finfo(want.dtype).eps):
+    if error <= max(tolerance, rounding_of(want.dtype)):
         return None
     doubled = float((have - 2 * want).abs().max()) / scale <= tolerance
     return Finding(name, "doubled" if doubled else "different", error)
@@ -247,11 +266,14 @@ def like_example(example: Tensor, values: Values, shift: int, generator: torch.G
     return flat.cpu()[order].view(example.shape)
 
 
-def copied(tensors: Tensors) -> Tensors:
+def copied(tensors: Tensors, dtypes: Mapping[str, torch.dtype]) -> Tensors:
+    """Copies whose gradients have these dtypes, by parameter."""
     named = {
         name: nn.Parameter(t.clone()) if t.is_floating_point() or t.is_complex() else t.clone()
         for name, t in tensors.named.items()
     }
+    for name, dtype in dtypes.items():
+        set_gradient_dtype(named[name], dtype)
     return Tensors(named, tensors.constants)
 
 
@@ -299,7 +321,7 @@ def joint_results(
                 tensors.named[port.name].copy_(value)
                 results[str(port)] = tensors.named[port.name].detach()
             else:
-                previous = results.get(port.name)
+                previous, value = results.get(port.name), value.to(joint.grad_dtypes.get(port.name, value.dtype))
                 results[port.name] = value + torch.zeros_like(value) if previous is None else previous + value
     return results
 

@@ -13,10 +13,11 @@ are equal to themselves alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from zbfx.plan import Kind
@@ -69,7 +70,8 @@ class Joint:
     `outputs` the flat output arguments. Node meta: `val` (a fake tensor), `is_backward`, `seq_nr` (ties a backward node
     to its forward op), `stack_trace` (the user's line). `constants` holds the tensors of CONSTANT inputs; `replaced`
     names the buffers in whose place the forward puts new tensors, like `self.count = self.count + 1`, which the graph
-    writes like those that change in place. `notes` say what was traced otherwise than the model asks for."""
+    writes like those that change in place. `grad_dtypes` has the parameters whose gradients are summed over the
+    microbatches in another dtype than their own. `notes` say what was traced otherwise than the model asks for."""
 
     graph: fx.Graph
     inputs: tuple[Port, ...]
@@ -77,6 +79,7 @@ class Joint:
     constants: Mapping[str, Tensor]
     count: TokenCount | None = None
     replaced: frozenset[str] = frozenset()
+    grad_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -195,13 +198,15 @@ class Phase:
         return tuple(port.name for port in self.ports if port.role is role)
 
     @property
-    def parameters(self) -> dict[str, Tensor]:
-        """The fake value of every parameter that the phase reads or gives a gradient to."""
-        placeholders = self.module.graph.find_nodes(op="placeholder")
-        pairs = zip(self.ports, placeholders, strict=False)
-        found = [(port.name, node) for port, node in pairs if port.role is Role.PARAMETER]
-        found += zip(self.gradients, placeholders[len(self.ports) + len(self.values) :], strict=False)
-        return {name: node.meta["val"] for name, node in found}
+    def parameters(self) -> tuple[str, ...]:
+        """The parameters that the phase reads or gives a gradient to."""
+        return tuple(dict.fromkeys((*self.port_names(Role.PARAMETER), *self.gradients)))
+
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """The fake value of the sum of each gradient, by parameter."""
+        accumulators = self.module.graph.find_nodes(op="placeholder")[len(self.ports) + len(self.values) :]
+        return {name: node.meta["val"] for name, node in zip(self.gradients, accumulators, strict=False)}
 
 
 @dataclass(frozen=True, eq=False)

@@ -60,6 +60,7 @@ class Options:
     overlap: bool = False
     recompute: str = "auto"
     optimizer_slots: float | None = None
+    grad_dtype: torch.dtype | None = None
     rebalance: bool = False
     check: bool | str = "auto"
     passes: tuple[Pass, ...] = field(default=(), compare=False)  # ranks compare what they are told as
@@ -85,6 +86,9 @@ class Options:
         if self.optimizer_slots is not None:
             slots = "how many tensors the optimizer keeps for each parameter"
             finite_number("optimizer_slots", self.optimizer_slots, slots)
+        is_dtype = isinstance(self.grad_dtype, torch.dtype)
+        if self.grad_dtype is not None and not (is_dtype and self.grad_dtype.is_floating_point):
+            raise ZbfxError(f"grad_dtype is a floating-point torch.dtype, or None; found {self.grad_dtype!r}")
         check_rebalance(self.rebalance, self.costs, self.cuts)
 
     @property

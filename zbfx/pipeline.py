@@ -72,6 +72,7 @@ def compile(
     overlap: bool | None = None,
     recompute: str = "auto",
     optimizer_slots: float | None = None,
+    grad_dtype: torch.dtype | None = None,
     rebalance: bool = False,
     check: bool | str = "auto",
     passes: Sequence[Pass] = (),
@@ -116,6 +117,9 @@ def compile(
                      limit allows it; Ws of searched schedules move for it. None: on CUDA devices
     optimizer_slots  tensors of a parameter's size that the optimizer keeps for each parameter, which count as held:
                      2 for Adam, 1 for momentum. None: 2 under mem_limit="auto", else 0
+    grad_dtype       the dtype of `.grad`, and of the sums of gradients over microbatches, stages and replicas, for
+                     parameters of narrower dtypes: torch.float32 for bfloat16 parameters. None: `grad_dtype` of each
+                     parameter, which is its own dtype unless you set another
     rebalance        with costs="measure": cut the stages again by what they were measured to take, where devices differ
                      in speed or compiled phases from their nodes, and keep the better of both. Takes as long again
     check            run `zbfx.check` on two random microbatches, and refuse a pipeline that fails, or computes other
@@ -146,6 +150,7 @@ def compile(
         overlap=checked_overlap(overlap, device),
         recompute=recompute,
         optimizer_slots=optimizer_slots,
+        grad_dtype=grad_dtype,
         rebalance=rebalance,
         check=check,
         passes=checked_passes(passes),
@@ -156,8 +161,8 @@ def compile(
     with modes.fixed():
         local = local_parts(named_tensors(model, loss_fn))
         refuse_measuring(local, options.measures)
-        tracing = partial(trace, model, loss_fn, inputs, kwargs, targets, device=device, batch_dims=batch_dims)
-        tracing = modes.traced()(tracing)
+        chosen = {"device": device, "batch_dims": batch_dims, "grad_dtype": options.grad_dtype}
+        tracing = modes.traced()(partial(trace, model, loss_fn, inputs, kwargs, targets, **chosen))
         raw, signature = on_all_ranks("compile (the trace)", tracing, asked)
         raw = separate_count(raw)
         examples = tuple(signature.flatten((*inputs, *targets), kwargs))

@@ -46,8 +46,9 @@ def best_plan(
     """What a rank reduces and when, its planned end, and the planned end with the same buckets and no W in parts."""
     placement = pipe.placement
     stages = [stage for stage in pipe.stages if placement[stage.index] == rank]
-    shared = shared_buckets(shared_gradients(pipe.stages, placement), rank)
-    groups = gradient_groups(pipe, stages, {bucket.key for bucket in shared})
+    dtypes = {port.name: node.meta["val"].dtype for node, port in pipe.joint.input_ports().items()}
+    shared = shared_buckets(shared_gradients(pipe.stages, placement), rank, dtypes)
+    groups = gradient_groups(pipe, stages, {bucket.key for bucket in shared}, dtypes)
     ways = endings(pipe.schedule, rank) if cluster else endings(pipe.schedule, rank)[:1]
     total_bytes = sum(group.size_bytes for group in groups)
     best: tuple[Tail, tuple[Bucket, ...]] | None = None
@@ -69,9 +70,11 @@ def best_plan(
 
 @dataclass(frozen=True)
 class Group:
-    """Gradients of one dtype and stage that come together: `weight_s` is what their part of a W takes."""
+    """Gradients of one dtype and stage, of parameters of one dtype, that come together: `weight_s` is what their part
+    of a W takes."""
 
     layouts: Mapping[str, TensorLayout]
+    parameter_dtype: torch.dtype
     stage: int
     weight_s: float | None  # None: they come in B
     in_backward: bool
@@ -80,9 +83,17 @@ class Group:
     def size_bytes(self) -> int:
         return sum(layout.size_bytes for layout in self.layouts.values())
 
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """Of the gradients and of the parameters."""
+        return next(iter(self.layouts.values())).dtype, self.parameter_dtype
 
-def gradient_groups(pipe: Compiled, stages: Sequence[Stage], shared: Collection[str]) -> list[Group]:
-    """The gradients of these stages, shared ones aside, in groups; those that a backward makes first in front."""
+
+def gradient_groups(
+    pipe: Compiled, stages: Sequence[Stage], shared: Collection[str], dtypes: Mapping[str, torch.dtype]
+) -> list[Group]:
+    """The gradients of these stages, shared ones aside, in groups; those that a backward makes first in front. `dtypes`
+    are those of the parameters."""
     hardware = estimate.hardware_of(pipe.device)
     found = []
     for stage in reversed(stages):
@@ -95,21 +106,23 @@ def gradient_groups(pipe: Compiled, stages: Sequence[Stage], shared: Collection[
         early = [name for name in b.gradients if name not in w.gradients]
         for names, seconds in (*(((name,), None) for name in early), *zip(together, estimated_s, strict=True)):
             layouts = {
-                name: layout_of((b if seconds is None else w).parameters[name]) for name in names if name not in shared
+                name: layout_of((b if seconds is None else w).sums[name]) for name in names if name not in shared
             }
-            for dtype in dict.fromkeys(layout.dtype for layout in layouts.values()):
-                alike = {name: layout for name, layout in layouts.items() if layout.dtype == dtype}
+            kinds = {name: (layout.dtype, dtypes[name]) for name, layout in layouts.items()}
+            for kind in dict.fromkeys(kinds.values()):
+                alike = {name: layout for name, layout in layouts.items() if kinds[name] == kind}
                 in_backward = any(name in b.gradients for name in alike)
-                found.append(Group(alike, stage.index, None if seconds is None else seconds * scale, in_backward))
+                weight_s = None if seconds is None else seconds * scale
+                found.append(Group(alike, kind[1], stage.index, weight_s, in_backward))
                 seconds = None if seconds is None else 0.0
     return found
 
 
 def packed(groups: Sequence[Group], bucket_bytes: float) -> list[list[Group]]:
-    """Groups of one dtype together, as many as fit into so many bytes, or one."""
-    filled: dict[torch.dtype, list[list[Group]]] = {}
+    """Groups of the same dtypes together, as many as fit into so many bytes, or one."""
+    filled: dict[tuple[torch.dtype, torch.dtype], list[list[Group]]] = {}
     for group in groups:
-        of_dtype = filled.setdefault(next(iter(group.layouts.values())).dtype, [[]])
+        of_dtype = filled.setdefault(group.dtypes, [[]])
         if of_dtype[-1] and sum(member.size_bytes for member in of_dtype[-1]) + group.size_bytes > bucket_bytes:
             of_dtype.append([])
         of_dtype[-1].append(group)
@@ -118,7 +131,7 @@ def packed(groups: Sequence[Group], bucket_bytes: float) -> list[list[Group]]:
 
 def bucket_of(members: Sequence[Group], index: int) -> Bucket:
     layouts = {name: layout for group in members for name, layout in group.layouts.items()}
-    return Bucket(f"bucket {index}", tuple(layouts), tuple(layouts.values()))
+    return Bucket(f"bucket {index}", tuple(layouts), tuple(layouts.values()), members[0].parameter_dtype)
 
 
 def portion_of(members: Sequence[Group], bucket: Bucket, sum_s: Callable[[int], float]) -> Portion:

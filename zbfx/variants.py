@@ -72,6 +72,7 @@ class Variants:
                 tuple(args[count:]),
                 device=self.pipe.device,
                 batch_dims=self.pipe.signature.batch_dims,
+                grad_dtype=self.pipe.options.grad_dtype,
                 evaluation=evaluation,
                 sizes=sizes,
                 undo=source.guard.undo,

@@ -18,7 +18,7 @@ def test_parameters_that_are_no_views_any_more_are_refused() -> None:
     model = nn.Linear(3, 2)
     named = dict(model.named_parameters())
     before = {name: p.detach().clone() for name, p in named.items()}
-    bucket = Bucket("bucket 0", tuple(named), tuple(layout_of(p) for p in named.values()))
+    bucket = Bucket("bucket 0", tuple(named), tuple(layout_of(p) for p in named.values()), torch.float32)
     shards = Shards([bucket], named, 0, 2)
     shards.check(named)
     assert all(torch.equal(p, before[name]) for name, p in named.items())
@@ -37,7 +37,7 @@ def test_parameters_that_are_no_views_any_more_are_refused() -> None:
 
 def bucket_of(model: nn.Module) -> Bucket:
     named = dict(model.named_parameters())
-    return Bucket("bucket 0", tuple(named), tuple(layout_of(p) for p in named.values()))
+    return Bucket("bucket 0", tuple(named), tuple(layout_of(p) for p in named.values()), torch.float32)
 
 
 @pytest.mark.parametrize("sharded", [False, True])

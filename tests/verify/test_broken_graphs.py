@@ -48,6 +48,10 @@ def in_double(node: fx.Node) -> None:
     node.meta["val"] = node.meta["val"].double()
 
 
+def flat(node: fx.Node) -> None:
+    node.meta["val"] = node.meta["val"].flatten()[None]
+
+
 # Joint graphs. Each mutation gets a copy and may change it.
 
 
@@ -265,7 +269,7 @@ OF_STAGES: list[tuple[Callable[..., Any], Callable[[], tuple[Stage, ...]]]] = [
     (graph_rules.gradients_and_updates_are_written, lambda: rewritten(F, 0, last_write_is_lost)),
     (graph_rules.gradients_and_updates_are_written, lambda: rewritten(W, 1, last_write_is_lost)),
     (graph_rules.gradients_and_updates_are_written, lambda: rewritten(W, 1, a_value_is_written)),
-    (graph_rules.sums_are_like_parameters, lambda: rewritten(B, 0, lambda g: in_double(node_of(g, "grad_1_weight")))),
+    (graph_rules.sums_are_like_parameters, lambda: rewritten(B, 0, lambda g: flat(node_of(g, "grad_1_weight")))),
     (graph_rules.phases_are_three, lambda: with_record(1, phases={F: extracted()[1].phases[F]})),
     (graph_rules.phases_are_three, lambda: with_record(1, phases=extracted()[2].phases)),
     (graph_rules.records_cover_the_values, lambda: with_record(1, origins={})),
@@ -320,6 +324,11 @@ def test_a_gradient_that_no_phase_makes_is_missed() -> None:
     refused(extracted(), due, graph_rules.gradients_and_updates_are_all_made)
 
 
+def test_a_sum_of_another_dtype_than_the_joint_graph_names_is_refused() -> None:
+    stages = rewritten(B, 0, lambda graph: in_double(node_of(graph, "grad_1_weight")))
+    refused(stages, division(), graph_rules.sums_have_their_dtypes)
+
+
 def test_a_pass_of_the_users_is_named() -> None:
     def halve_the_loss(joint: Joint) -> Joint:
         return with_value(joint, Role.LOSS, torch.Tensor.half)
@@ -341,6 +350,7 @@ def test_what_they_are_made_from_is_good() -> None:
 
 def test_every_rule_is_broken() -> None:
     broken = {rule for rule, _ in (*OF_JOINTS, *OF_SPLITS, *OF_STAGES)} | {
-        graph_rules.gradients_and_updates_are_all_made
+        graph_rules.gradients_and_updates_are_all_made,
+        graph_rules.sums_have_their_dtypes,
     }
     assert broken == {rule for rules in RULES.values() for rule in rules if rule.__module__ == graph_rules.__name__}

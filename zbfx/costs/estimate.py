@@ -12,7 +12,7 @@ import sympy
 import torch
 from torch import fx
 
-from zbfx.graphs import Stage
+from zbfx.graphs import Role, Stage
 from zbfx.memory.lifetimes import transient_bytes
 from zbfx.passes.nodes import expression, flops, hint, is_view, value_bytes
 from zbfx.plan import CostTable, Edge, Kind, StageCost
@@ -140,9 +140,14 @@ def total(terms: Iterable[Any]) -> Any:
 
 def stage_static_bytes(stage: Stage) -> int:
     """Bytes of the stage's parameters and of the gradients that it accumulates."""
-    parameters = {name: t for phase in stage.phases.values() for name, t in phase.parameters.items()}
-    trained = {name for phase in stage.phases.values() for name in phase.gradients}
-    return sum(t.numel() * t.element_size() * (2 if name in trained else 1) for name, t in parameters.items())
+    sums = {name: t for phase in stage.phases.values() for name, t in phase.sums.items()}
+    parameters = sums | {
+        port.name: node.meta["val"]
+        for phase in stage.phases.values()
+        for port, node in zip(phase.ports, phase.module.graph.find_nodes(op="placeholder"), strict=False)
+        if port.role is Role.PARAMETER
+    }
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*parameters.values(), *sums.values()))
 
 
 def edges(stages: Sequence[Stage], hardware: Hardware) -> tuple[tuple[int, int, Any, Any], ...]:

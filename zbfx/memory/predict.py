@@ -139,6 +139,12 @@ def static_of(program: Program, joint: Joint, signature: Signature, slots: float
     microbatches = len(program.module.graph.find_nodes(op="placeholder")) - 1  # the first one is the transport
     whole = {spec.name for spec in signature.tensors if spec.batch_dim is None}
     sizes = {port.name: rounded(value_bytes(node), granule) for node, port in joint.input_ports().items()}
+    summed = {
+        port.name: rounded(value_bytes(node) // value.element_size() * dtype.itemsize, granule)
+        for node, port in joint.input_ports().items()
+        for value in [node.meta["val"]]
+        for dtype in [joint.grad_dtypes.get(port.name, value.dtype)]
+    }
     modules = list(program.module.modules())
     phases = [module.phase for module in modules if isinstance(module, PhaseCall)]
     ports = {port for phase in phases for port in phase.ports}
@@ -150,7 +156,7 @@ def static_of(program: Program, joint: Joint, signature: Signature, slots: float
     inputs = {port.name for port in ports if port.role is Role.INPUT}
     return Static(
         parameters=sum(sizes[name] for name in parameters),
-        gradients=sum(sizes[name] for name in (*trained, *partial)),
+        gradients=sum(summed[name] for name in (*trained, *partial)),
         buffers=sum(sizes[name] for name in buffers),
         batch=sum(sizes[name] * (1 if name in whole else microbatches) for name in inputs),
         optimizer=round(slots * sum(sizes[name] for name in trained)),

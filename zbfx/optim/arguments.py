@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from zbfx._torch import gradient_dtype
 from zbfx.arguments import kind_of
 from zbfx.errors import ZbfxError, listed
 from zbfx.runtime.step import Step
@@ -80,10 +81,11 @@ def checked_scaler(
         raise ZbfxError(f"grad_scaler is a torch.amp.GradScaler, or None to scale nothing; found {kind_of(scaler)}")
     if scaler is None or not scaler.is_enabled():
         return None
-    if any(p.dtype is torch.float16 for group in optimizer.param_groups for p in group["params"]):
+    if any(gradient_dtype(p) is torch.float16 for group in optimizer.param_groups for p in group["params"]):
         raise ZbfxError(
-            "gradients in float16 lose small numbers when they are divided by the scale; found float16 parameters. "
-            "Keep parameters in float32 and compile under torch.autocast(dtype=torch.float16)"
+            "gradients in float16 lose small numbers when they are divided by the scale; found gradients of float16 "
+            "parameters. Keep parameters in float32 and compile under torch.autocast(dtype=torch.float16), or compile "
+            "with grad_dtype=torch.float32"
         )
     if not check_finite:
         raise ZbfxError("a grad_scaler lowers its scale when a gradient is not finite: it needs check_finite=True")

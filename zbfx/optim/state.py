@@ -70,7 +70,7 @@ class Trained:
                 holders.setdefault(name, []).append(rank)
                 sources[name] = set().union(*(stages[parameter] for parameter in bucket.names))
                 size = -(-bucket.size // runner.shards.replicas)
-                parameters.setdefault(name, torch.empty(size, dtype=bucket.dtype, device="meta"))
+                parameters.setdefault(name, torch.empty(size, dtype=bucket.parameter_dtype, device="meta"))
                 if rank == runner.rank:
                     parameters[name] = runner.shards.parameters[bucket.key]
         return cls(parameters, holders, sources)

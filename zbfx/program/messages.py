@@ -116,7 +116,7 @@ def shared_gradients(stages: Sequence[Stage], placement: Sequence[int]) -> tuple
     layouts: dict[str, TensorLayout] = {}
     for stage in stages:
         for phase in stage.phases.values():
-            layouts |= {name: layout_of(example) for name, example in phase.parameters.items()}
+            layouts |= {name: layout_of(example) for name, example in phase.sums.items()}
             for name in phase.gradients:
                 contributors[name].add(stage.index)
     holders = parameter_holders(stages, placement)

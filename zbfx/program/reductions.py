@@ -17,12 +17,13 @@ from zbfx.program.messages import SharedGradient, TensorLayout
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients of one dtype that are summed over the replicas as one flat tensor. `shared`: of a parameter that
-    several stages use; its sum over the stages comes first, after the last action."""
+    """Gradients of one dtype, of parameters of one dtype, that are summed over the replicas as one flat tensor.
+    `shared`: of a parameter that several stages use; its sum over the stages comes first, after the last action."""
 
     key: str
     names: tuple[str, ...]
-    layouts: tuple[TensorLayout, ...]
+    layouts: tuple[TensorLayout, ...]  # of the gradients
+    parameter_dtype: torch.dtype
     shared: bool = False
 
     @property
@@ -98,10 +99,12 @@ class RankReductions:
         return found
 
 
-def shared_buckets(shared: Sequence[SharedGradient], rank: int) -> tuple[Bucket, ...]:
-    """A bucket for each gradient of several stages or ranks that this rank holds."""
+def shared_buckets(
+    shared: Sequence[SharedGradient], rank: int, dtypes: Mapping[str, torch.dtype]
+) -> tuple[Bucket, ...]:
+    """A bucket for each gradient of several stages or ranks that this rank holds. `dtypes` are those of parameters."""
     return tuple(
-        Bucket(gradient.name, (gradient.name,), (gradient.layout,), shared=True)
+        Bucket(gradient.name, (gradient.name,), (gradient.layout,), dtypes[gradient.name], shared=True)
         for gradient in shared
         if rank in gradient.holders
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbfx._torch import gradient_dtype, has_gradient_hooks, version_of
+from zbfx._torch import gradient_dtype, has_gradient_hooks, set_gradient_dtype, version_of
 from zbfx.comm.channels import Channels
 from zbfx.comm.place import Place
 from zbfx.compiled import Compiled
@@ -27,6 +27,7 @@ def prepare(pipe: Compiled, source: Source, engine: Engine, holders: Mapping[str
     source.guard.check_layouts(named, engine.tensor_names)
     if holders is not None:
         refuse_apart(named, holders, pipe.joint)
+    take_gradient_dtypes(pipe, engine)
     move_to(engine.runners, pipe.device)
     separate(named, pipe.joint.replaced)
 
@@ -173,18 +174,28 @@ def refuse_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
         )
 
 
-def refuse_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Gradients are added to `.grad` in place, as autograd does, and have their parameters' dtypes. Raises `InputError`
-    where that would fail, or autograd would give another dtype."""
+def take_gradient_dtypes(pipe: Compiled, engine: Engine) -> None:
+    """Let parameters have gradients of the dtypes that `compile` was asked for."""
+    for runner in engine.runners:
+        asked = {name: dtype for name, dtype in pipe.joint.grad_dtypes.items() if name in runner.parameters}
+        for name, parameter in runner.parameters.items() if pipe.options.grad_dtype is not None else ():
+            if name in asked and (parameter.grad is None or parameter.grad.dtype is asked[name]):
+                set_gradient_dtype(parameter, asked[name])
+        refuse_gradients(runner.parameters, pipe.joint.grad_dtypes)
+
+
+def refuse_gradients(parameters: Mapping[str, nn.Parameter], dtypes: Mapping[str, torch.dtype]) -> None:
+    """Gradients are added to `.grad` in place, as autograd does, in the dtypes that were compiled for: of `dtypes`, or
+    else of the parameters. Raises `InputError` where that would fail, or autograd would give another dtype."""
     for name, parameter in parameters.items():
         gradient = parameter.grad
-        found = gradient_dtype(parameter)
-        if found is not parameter.dtype or (gradient is not None and gradient.dtype is not found):
+        found, expected = gradient_dtype(parameter), dtypes.get(name, parameter.dtype)
+        if found is not expected or (gradient is not None and gradient.dtype is not found):
             what = f"grad_dtype = {found}" if gradient is None else f"a gradient of {gradient.dtype}"
             raise InputError(
-                f"a step gives each gradient the dtype of its parameter; found {what} at {name}, which is "
-                f"{parameter.dtype}. Set .grad to None and .grad_dtype to {parameter.dtype}, or train parameters of "
-                f"the wider dtype under torch.autocast"
+                f"the pipeline was compiled for gradients of {expected} at {name}, which is {parameter.dtype}; found "
+                f"{what}. Set .grad to None and .grad_dtype to {expected}, or compile again, with grad_dtype= or "
+                f".grad_dtype set before"
             )
         if gradient is not None and (kind := unwritable(gradient)):
             raise InputError(

@@ -9,14 +9,17 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from zbfx._torch import set_gradient_dtype
 from zbfx.errors import InputError, listed
 from zbfx.program.reductions import Bucket
 
 
-def flattened(bucket: Bucket, device: torch.device, replicas: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
+def flattened(
+    bucket: Bucket, dtype: torch.dtype, device: torch.device, replicas: int = 1
+) -> tuple[Tensor, dict[str, Tensor]]:
     """A flat tensor for a bucket, zeros as far as a multiple of the replicas, and the views of its entries."""
     padded = -(-bucket.size // replicas) * replicas
-    flat = torch.zeros(padded, dtype=bucket.dtype, device=device)
+    flat = torch.zeros(padded, dtype=dtype, device=device)
     portions = zip(bucket.names, bucket.layouts, flat[: bucket.size].split(bucket.sizes), strict=True)
     return flat, {name: portion.as_strided(layout.shape, layout.stride) for name, layout, portion in portions}
 
@@ -31,13 +34,14 @@ class Shards:
         self.parameters: dict[str, nn.Parameter] = {}  # by bucket
         self.views: dict[str, Tensor] = {}
         for bucket in buckets:
-            flat, views = flattened(bucket, named[bucket.names[0]].device, replicas)
+            flat, views = flattened(bucket, bucket.parameter_dtype, named[bucket.names[0]].device, replicas)
             for name, view in views.items():
                 view.copy_(named[name].detach())
                 named[name].data = view
             self.views |= views
             self.flat[bucket.key] = flat
             self.parameters[bucket.key] = nn.Parameter(self.own(flat))
+            set_gradient_dtype(self.parameters[bucket.key], bucket.dtype)
 
     def own(self, flat: Tensor) -> Tensor:
         return flat.chunk(self.replicas)[self.replica]
@@ -62,7 +66,8 @@ class FlatGradients:
         self.views: dict[str, Tensor] = {}
         for bucket in buckets:
             device = named[bucket.names[0]].device
-            self.flat[bucket.key], views = flattened(bucket, device, shards.replicas if shards else 1)
+            replicas = shards.replicas if shards else 1
+            self.flat[bucket.key], views = flattened(bucket, bucket.dtype, device, replicas)
             self.views |= views
         self.owners: Mapping[str, Tensor] = shards.parameters if shards else {name: named[name] for name in self.views}
         self.places = {key: shards.own(flat) for key, flat in self.flat.items()} if shards else self.views

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.profiler import record_function
 
-from zbfx._torch import profiler_records
+from zbfx._torch import gradient_dtype, profiler_records
 from zbfx.errors import PipelineFault
 from zbfx.graphs import Joint, Role
 from zbfx.plan import Action, Kind
@@ -160,7 +160,7 @@ class RankRunner:
         """Zero the stages' sums of shared gradients, and make `.grad` of all others what the step adds to."""
         for module in self.sums:
             if module.tensor is None:
-                module.tensor = torch.empty_like(self.tensors.named[module.name], requires_grad=False)
+                module.tensor = empty_gradient(self.tensors.named[module.name])
             module.tensor.zero_()
         if self.program.buckets:
             self.flatten_gradients().start()
@@ -204,14 +204,14 @@ class RankRunner:
         if self.keep_gradients:
             kept = self.kept.get(name)
             if kept is None:
-                kept = self.kept[name] = torch.empty_like(parameter, requires_grad=False)
+                kept = self.kept[name] = empty_gradient(parameter)
             if parameter.grad is None:
                 kept.zero_()
             elif parameter.grad is not kept:
                 kept.copy_(parameter.grad)
             parameter.grad = kept
         elif parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+            parameter.grad = empty_gradient(parameter).zero_()
         return parameter.grad
 
     def run(self, microbatches: Sequence[ops.Microbatch], step: int) -> Run:
@@ -352,6 +352,11 @@ class RankRunner:
 def named_range(action: Action | None) -> AbstractContextManager[Any]:
     """A range of torch.profiler, or of NVTX under `emit_nvtx`, with the name of the action, where either is on."""
     return record_function(str(action)) if action and profiler_records() else NO_RANGE
+
+
+def empty_gradient(parameter: Tensor) -> Tensor:
+    """Memory for a parameter's gradient, in the dtype that it has."""
+    return torch.empty_like(parameter, dtype=gradient_dtype(parameter), requires_grad=False)
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:

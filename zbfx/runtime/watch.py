@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zbfx._torch import hook_tables, part_tables
+from zbfx._torch import gradient_dtype, hook_tables, part_tables
 from zbfx.errors import InputError, listed
 from zbfx.runtime.agreement import refuse_gradient_hooks, refuse_gradients
 from zbfx.trace.guard import (
@@ -35,9 +35,13 @@ class Watch:
         self, source: Source, device: torch.device, trained: Mapping[str, nn.Parameter], replaced: Collection[str] = ()
     ) -> None:
         """The tensors are those of the model now; those that this process uses are on `device`; `trained` are the
-        parameters whose gradients arise here. `replaced` are the buffers that the model's own forward replaces."""
+        parameters whose gradients arise here, in the dtypes that they have now. `replaced` are the buffers that the
+        model's own forward replaces."""
         guard, model, loss_fn = source.guard, source.model, source.loss_fn
         self.guard, self.model, self.loss_fn, self.trained = guard, model, loss_fn, trained
+        self.gradient_dtypes = {
+            name: dtype for name, p in trained.items() if (dtype := gradient_dtype(p)) not in (None, p.dtype)
+        }
         self.device = torch.empty(0, device=device).device  # with its index
         self.tensors = named_tensors(model, loss_fn)
         self.canonical = canonical_names(model, loss_fn)
@@ -77,7 +81,7 @@ class Watch:
             refuse_gradient_hooks(self.trained)
             self.handles = RemovableHandle.next_id
         if not evaluation:
-            refuse_gradients(self.trained)
+            refuse_gradients(self.trained, self.gradient_dtypes)
         now, places = self.state(), self.places()
         before, places_before = self.seen.get(evaluation, ([], []))
         if same_objects(before, now) and places == places_before:

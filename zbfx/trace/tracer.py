@@ -66,14 +66,16 @@ def trace(
     *,
     device: torch.device,
     batch_dims: Any = None,
+    grad_dtype: torch.dtype | None = None,
     evaluation: bool = False,
     sizes: Sizes | None = None,
     undo: Callable[[nn.Module, Any], None] = lambda *_: None,
 ) -> tuple[Joint, Signature]:
     """The joint graph of one microbatch on `device`, and the structure of the call. Parameters and inputs may live on
-    the meta device. `batch_dims` are those of `Signature.of`. `sizes` says which sizes of the microbatch are symbols.
-    Sizes that the model computes from them are arguments of the graph's nodes. `undo` takes out of a copy of model and
-    loss what forwards outside of steps have made since an earlier trace. Raises `TraceError`, with the user's line,
+    the meta device. `batch_dims` are those of `Signature.of`, `grad_dtype` that of `sum_dtypes`. `sizes` says which
+    sizes of the microbatch are symbols. Sizes that the model computes from them are arguments of the graph's nodes.
+    `undo` takes out of a copy of model and loss what forwards outside of steps have made since an earlier trace. Raises
+    `TraceError`, with the user's line,
     where the model needs values of tensors to decide what to run, or has no loss to differentiate."""
     signature = Signature.of(example_inputs, example_kwargs, example_targets, batch_dims)
     for spec, example in zip(
@@ -134,9 +136,11 @@ def trace(
     canonical = canonical_names(model, loss_fn)
     joint = as_joint(module, signature, canonical, objective.leaves)
     replaced = frozenset(canonical[name] for name in objective.replaced)
-    joint = replace(joint, replaced=replaced, notes=note_of_compiled(model, loss_fn))
+    named = named_tensors(model, loss_fn)
+    summed = sum_dtypes(named, joint, grad_dtype)
+    joint = replace(joint, replaced=replaced, grad_dtypes=summed, notes=note_of_compiled(model, loss_fn))
     claim_reads(joint)
-    refuse_written(named_tensors(model, loss_fn), joint)
+    refuse_written(named, joint)
     return (inline_sizes(joint) if sizes else joint), signature
 
 
@@ -310,6 +314,24 @@ def as_joint(
         )
     output.args = (tuple(value for value, _ in kept),)
     return Joint(graph, tuple(inputs), tuple(port for _, port in kept), constants)
+
+
+def sum_dtypes(named: Mapping[str, Tensor], joint: Joint, wanted: torch.dtype | None) -> dict[str, torch.dtype]:
+    """The dtypes of the sums of gradients, by parameter, where they are not the parameters' own: `wanted` for narrower
+    parameters, what `grad_dtype` of the parameter says for others. Raises `TraceError` if that names no dtype."""
+    found = {}
+    for name in dict.fromkeys(port.name for port in joint.outputs if port.role is Role.GRADIENT):
+        own = named[name].dtype
+        follows = wanted is None or wanted is own or torch.promote_types(own, wanted) is not wanted
+        dtype = _torch.gradient_dtype(named[name]) if follows else wanted
+        if dtype is None or (dtype is not own and not (dtype.is_floating_point and own.is_floating_point)):
+            raise TraceError(
+                f"the gradient of a parameter is summed in one floating-point dtype; found {name}.grad_dtype = {dtype} "
+                f"of a parameter of {own}. Set it to {own}, or to a wider dtype such as torch.float32"
+            )
+        if dtype is not own:
+            found[name] = dtype
+    return found
 
 
 def refuse_learning(constants: Mapping[str, Tensor], placeholders: Mapping[str, fx.Node]) -> None:

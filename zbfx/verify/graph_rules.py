@@ -270,12 +270,12 @@ def gradients_and_updates_are_written(phase: Phase) -> Problems:
 
 
 def sums_are_like_parameters(phase: Phase) -> Problems:
-    """A gradient is summed in a tensor of its parameter's shape and dtype."""
+    """A gradient is summed in a tensor of its parameter's shape."""
     read = dict(zip(phase.ports, arguments(phase), strict=False))
     for name, node in zip(phase.gradients, sums(phase), strict=True):
-        found, parameter = (n.meta["val"] for n in (node, read.get(Port(Role.PARAMETER, name), node)))
-        expected = shape(parameter), parameter.dtype
-        yield from equal(f"the sum of {name}'s gradient in {phase.name}", expected, (shape(found), found.dtype))
+        parameter = read.get(Port(Role.PARAMETER, name), node)
+        expected, found = shape(parameter.meta["val"]), shape(node.meta["val"])
+        yield from equal(f"the sum of {name}'s gradient in {phase.name}", expected, found)
 
 
 def phases_are_three(stage: Stage) -> Problems:
@@ -360,6 +360,16 @@ def gradients_and_updates_are_all_made(given: Split, stages: Stages) -> Problems
     yield from alike("the updates", due[Role.BUFFER_UPDATE], updates)
 
 
+def sums_have_their_dtypes(given: Split, stages: Stages) -> Problems:
+    """A gradient is summed in the dtype that the joint graph names for it, which is its parameter's unless it does."""
+    joint = given.placed.joint
+    own = {port.name: node.meta["val"].dtype for node, port in joint.input_ports().items()}
+    for phase in phases_of(stages):
+        for name, value in phase.sums.items():
+            expected = joint.grad_dtypes.get(name, own[name])
+            yield from equal(f"the sum of {name}'s gradient in {phase.name}", expected, value.dtype)
+
+
 JOINT: RuleTable = (
     nodes_are_in_order,
     ports_are_complete,
@@ -400,4 +410,4 @@ STAGES: RuleTable = (
     makers_and_readers_agree,
     loss_and_updates_come_once,
 )
-STAGES_OF_SPLIT: RuleTable = (gradients_and_updates_are_all_made,)
+STAGES_OF_SPLIT: RuleTable = (gradients_and_updates_are_all_made, sums_have_their_dtypes)
