@@ -30,7 +30,7 @@ from zbfx.schedule.search.fusing import evaluated, one_by_one
 from zbfx.schedule.search.large import FIRST_OF_LARGE, LargeSearch, large_rules
 from zbfx.schedule.search.order_search import OrderSearch
 from zbfx.schedule.search.refine import refine_search
-from zbfx.timing.exact import Instance, exact, instance
+from zbfx.timing.exact import Instance, exact, instance, on_common_tick
 from zbfx.timing.limits import MemLimit, limit_per_rank, require_feasible
 from zbfx.timing.validity import check
 
@@ -89,14 +89,14 @@ def plan(
 
 def build(name: str, costs: CostTable, microbatches: int, ranks: Orders, mem_limit: MemLimit = None) -> Schedule:
     """Check and time `ranks`, and attach the lower bound that holds for these costs and this limit."""
-    bound_s = Certificate(costs, microbatches, limit_per_rank(costs, mem_limit)).seconds
-    return built(name, costs, microbatches, ranks, mem_limit, bound_s)
+    certificate = Certificate(on_common_tick(costs), microbatches, limit_per_rank(costs, mem_limit))
+    return built(name, costs, microbatches, ranks, mem_limit, certificate)
 
 
 def built(
-    name: str, costs: CostTable, microbatches: int, ranks: Orders, mem_limit: MemLimit, bound_s: Fraction
+    name: str, costs: CostTable, microbatches: int, ranks: Orders, mem_limit: MemLimit, certificate: Certificate
 ) -> Schedule:
-    """Check and time `ranks`; `bound_s` is a lower bound for these costs and this limit."""
+    """Check and time `ranks`; `certificate` holds for these costs, or for less, and for this limit."""
     timed = check(costs, microbatches, ranks, mem_limit)
     limits = limit_per_rank(costs, mem_limit)
     schedule = Schedule(
@@ -109,8 +109,8 @@ def built(
         mem_limit=None if limits is None else tuple(map(float, limits)),
     )
     # Equal as fractions must be equal as floats: a gap of 0 means proven optimal.
-    optimal = Fraction(timed.iteration_ticks, timed.ticks_per_s) == bound_s
-    return replace(schedule, lower_bound_s=schedule.iteration_s if optimal else float(bound_s))
+    optimal = Fraction(timed.iteration_ticks, timed.ticks_per_s) <= certificate.met_s
+    return replace(schedule, lower_bound_s=schedule.iteration_s if optimal else float(certificate.seconds))
 
 
 def _plan_one(
@@ -122,13 +122,25 @@ def _plan_one(
     rounds: int | None,
     seed: int,
 ) -> Schedule:
+    coarse = on_common_tick(costs)
     if isinstance(schedule, str) and schedule in SEARCHED:
-        return _search(schedule, costs, microbatches, mem_limit, budget_s, rounds, seed)
+        found = _search(schedule, coarse, microbatches, mem_limit, budget_s, rounds, seed)
+        return found if coarse is costs else as_costs_are(found, costs)
     if isinstance(schedule, Improve):
         start = named_orders(schedule.start, costs, microbatches, mem_limit)
-        return _search(FROM_A_START, costs, microbatches, mem_limit, budget_s, rounds, seed, start)
+        found = _search(FROM_A_START, coarse, microbatches, mem_limit, budget_s, rounds, seed, start)
+        return found if coarse is costs else as_costs_are(found, costs)
     name, orders = named_orders(schedule, costs, microbatches, mem_limit)
     return build(name, costs, microbatches, orders, mem_limit)
+
+
+def as_costs_are(found: Schedule, costs: CostTable) -> Schedule:
+    """A schedule that was searched for under costs rounded down, with its times under `costs`. What is optimal there
+    is so here, to nine digits."""
+    timed = check(costs, found.microbatches, found.ranks)
+    note = "times are rounded down to a billionth of the longest action: optimal means to nine digits"
+    made = replace(found, costs=costs, spans=timed.spans, notes=(*found.notes, note))
+    return replace(made, lower_bound_s=made.iteration_s) if found.gap == 0 else made
 
 
 def named_orders(request: Any, costs: CostTable, microbatches: int, mem_limit: MemLimit) -> tuple[str, Orders]:
@@ -219,7 +231,7 @@ def _search_large(
     certificate = Certificate(costs, microbatches, limits)
     problem = instance(costs, microbatches)
     units = problem.units(limits)
-    search = LargeSearch(problem, units, ceil(certificate.seconds * problem.ticks_per_s), deadline_s)
+    search = LargeSearch(problem, units, ceil(certificate.met_s * problem.ticks_per_s), deadline_s)
     compared = []
     if start is not None:
         given = valid(costs, microbatches, start[1])
@@ -243,7 +255,7 @@ def _search_large(
     why = "the bound is met: proven optimal" if proven else "time is up"
     note = f"{why}; the bound is {float(certificate.seconds):g} ({certificate.argument})"
     ranks = problem.decode(search.best.orders)
-    found = built(name, costs, microbatches, ranks, limits, certificate.seconds)
+    found = built(name, costs, microbatches, ranks, limits, certificate)
     return replace(found, notes=(*compared, *search.notes, note))
 
 

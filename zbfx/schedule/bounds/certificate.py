@@ -25,14 +25,20 @@ from zbfx.schedule.bounds.closed_form import (
 from zbfx.schedule.bounds.propagation import Propagation, propagation_bound
 from zbfx.timing.exact import instance
 
+FINE_TICKS = 1 << 28  # of the longest action
+NINE_DIGITS = Fraction(1, 10**9)
+
 
 class Certificate:
-    """Lower bounds in seconds, as exact fractions. `warm_up`: per stage fewest and most Fs before its first B."""
+    """Lower bounds in seconds, as exact fractions. `warm_up`: per stage fewest and most Fs before its first B. `slack`:
+    by this share a schedule may be longer than the bound and counts as optimal: 0, but where costs have so many digits
+    that sums which ought to be equal differ in the last ones."""
 
     def __init__(self, costs: CostTable, microbatches: int, limits: Sequence[Number] | None) -> None:
         problem = instance(split_only(costs), microbatches)
         units = problem.units(limits)
         self.ticks_per_s = problem.ticks_per_s
+        self.slack = NINE_DIGITS if max(problem.ticks) > FINE_TICKS else Fraction(0)
         self.pipe = chain_pipeline(problem, units)
         between = ways_on_ranks(problem)
         self.warm_up: tuple[tuple[int, int], ...] | None = None
@@ -56,13 +62,18 @@ class Certificate:
         return Fraction(self.ticks, self.ticks_per_s)
 
     @property
+    def met_s(self) -> Fraction:
+        """What a schedule may cost that counts as optimal."""
+        return self.seconds * (1 + self.slack)
+
+    @property
     def argument(self) -> str:
         """Which bound is the strongest."""
         return max(self.arguments, key=lambda name: self.arguments[name])
 
     def raise_towards(self, cost_s: Fraction, deadline_s: float) -> None:
         """Propagate windows below the cost of a known schedule; `deadline_s` is a reading of perf_counter."""
-        cost = ceil(cost_s * self.ticks_per_s)
+        cost = ceil(cost_s * self.ticks_per_s * (1 - self.slack / 2))
         if self.pipe is None or cost <= self.ticks or perf_counter() > deadline_s:
             return
         if self._states is None:

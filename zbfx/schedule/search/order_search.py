@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import islice
-from math import inf
+from math import ceil, inf
 from time import perf_counter
 
 from zbfx.plan import CostTable, Number
@@ -108,8 +108,8 @@ class OrderSearch:
 
     @property
     def target(self) -> int:
-        """The least whole number of ticks that the bound allows."""
-        return -int(-self.certificate.seconds * self.problem.ticks_per_s // 1)
+        """What a schedule may cost, in ticks, that counts as optimal."""
+        return ceil(self.certificate.seconds * self.problem.ticks_per_s * (1 + self.certificate.slack))
 
     def running(self) -> bool:
         return perf_counter() < self.deadline_s and (self.best is None or self.best.cost > self.target)
