@@ -37,7 +37,9 @@ from zbfx.schedule.search.variation import FusingVariation, RefillVariation, Rul
 from zbfx.timing.exact import Instance, instance, peak_units
 
 FIRST_STEPS, STEPS_GROWTH = 40, 1.5  # list schedules, and moves of the local search, per contender and round
-ANNEALING_STEPS = 1000  # in the time of one of those
+ANNEALING_STEPS = 500  # in the time of one of those
+LISTED_STEPS = 8  # one list schedule for so many of those, where orders are annealed
+BOUND_SHARE = 0.15  # of the time left, whenever the bound is raised
 ANNEALING_S = 0.5  # less is not worth starting to anneal
 RULE_CONTENDERS, REFILL_CONTENDERS = 3, 3  # schedules from which search goes on
 SPLIT_SHARES = (1, 2, 3, 4)  # of rank i's last backwards, times i
@@ -74,7 +76,7 @@ class Contender:
         return found if self.polished is None or found.cost < self.polished.cost else self.polished
 
     def advance(self, target: int, deadline_s: float, steps: int) -> None:
-        self.variation.advance(target, deadline_s, steps)
+        self.variation.advance(target, deadline_s, steps if self.steps_per_step == 1 else steps // LISTED_STEPS)
         if self.local is not None:
             self.polished = self.local.improve(self.best, target, deadline_s, steps * self.steps_per_step)
 
@@ -263,7 +265,7 @@ class OrderSearch:
         if self.running():
             now = perf_counter()
             cost = Fraction(self.cost, self.problem.ticks_per_s)
-            self.certificate.raise_towards(cost, now + 0.2 * (self.deadline_s - now))
+            self.certificate.raise_towards(cost, now + BOUND_SHARE * (self.deadline_s - now))
 
     def result(self) -> Found:
         assert self.best is not None
