@@ -63,7 +63,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "pipeline",
         "zbfx",
     ),
-    ("cli", "named_model", "measured_step", "playground", "__main__"),
+    ("cli", "asked", "named_model", "measured_step", "playground", "__main__"),
 )
 
 BELOW_SEARCH = ("schedule.schedule", "schedule.orders", "schedule.bounds", "schedule.integer")

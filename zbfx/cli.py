@@ -20,11 +20,23 @@ from rich.console import Console
 from rich.table import Table
 
 from zbfx import __version__
-from zbfx.costs.tables import read_costs
+from zbfx.asked import (
+    add_problem,
+    add_schedule,
+    check_problem,
+    compiled_model,
+    limit_of,
+    model_arguments,
+    positive,
+    replanned,
+    solve,
+    solve_asked,
+    speaks,
+    tell,
+)
 from zbfx.errors import ZbfxError
 from zbfx.named_model import EXAMPLE, named_arguments
-from zbfx.schedule import improve, names, plan
-from zbfx.schedule.orders.written import placement_of_orders, read_file
+from zbfx.schedule import names
 from zbfx.schedule.others import others
 from zbfx.schedule.schedule import Schedule
 from zbfx.show.chrome_trace import chrome_trace
@@ -32,10 +44,8 @@ from zbfx.show.explain import Account
 from zbfx.show.page import Subject, page
 from zbfx.show.text import coloured_grid, summary
 from zbfx.show.units import amount, duration
-from zbfx.timing.limits import limit_per_rank
 
 FAILED, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
-BUDGET_S = 5.0
 LEAST_WIDTH, MOST_WIDTH = 40, 100_000  # characters: a narrower grid shows nothing, a wider one fills memory
 
 
@@ -66,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     add_problem(planning)
     add_schedule(planning)
     planning.add_argument("--json", action="store_true", help="print the plan as JSON")
-    planning.set_defaults(command=plan_command)
+    planning.set_defaults(command=plan_command, name="plan")
 
     showing = commands.add_parser("show", help="draw a schedule in the terminal or into a file")
     add_problem(showing)
@@ -78,60 +88,17 @@ def parser() -> argparse.ArgumentParser:
     showing.add_argument("--svg", type=Path, metavar="FILE", help="write a picture")
     showing.add_argument("--html", type=Path, metavar="FILE", help="write a page; hovering shows action and times")
     showing.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev")
-    showing.set_defaults(command=show_command)
+    showing.set_defaults(command=show_command, name="show")
 
     comparing = commands.add_parser("compare", help="a table of all schedules")
     add_problem(comparing)
     comparing.add_argument("--json", action="store_true", help="print the rows as JSON")
-    comparing.set_defaults(command=compare_command)
+    comparing.set_defaults(command=compare_command, name="compare", schedule=None, order=None, improve=False)
     add_report(commands)
     add_profile(commands)
     add_check(commands)
     add_playground(commands)
     return root
-
-
-def add_problem(command: argparse.ArgumentParser, *, required: bool = True) -> None:
-    command.add_argument(
-        "--costs",
-        type=Path,
-        nargs="+",
-        required=required,
-        metavar="FILE",
-        help="cost table, JSON; several that differ in placement: the best over all of them",
-    )
-    command.add_argument("--microbatches", type=positive(int), required=required, metavar="M")
-    command.add_argument(
-        "--mem-limit",
-        metavar="LIMIT",
-        help="of every rank, in the unit of m_b, or a multiple of 1F1B's: 2x; or of each rank, with commas between",
-    )
-    command.add_argument(
-        "--budget", type=positive(float), default=BUDGET_S, metavar="SECONDS", help="time to search (default: 5)"
-    )
-    command.add_argument("--seed", type=int, default=0, help="of the search (default: 0)")
-
-
-def add_schedule(command: argparse.ArgumentParser) -> None:
-    asked = command.add_mutually_exclusive_group()
-    asked.add_argument("--schedule", help="a schedule's name (default: auto, the best that fits; a model's own)")
-    asked.add_argument(
-        "--order", type=Path, metavar="FILE", help="an order per rank: what plan --json printed, or a CSV of torch"
-    )
-    command.add_argument("--improve", action="store_true", help="search from that schedule or order")
-
-
-def positive(kind: type[int] | type[float]) -> Any:
-    """An argparse type: a number above zero."""
-
-    def parse(text: str) -> int | float:
-        value = kind(text)
-        if not value > 0 or value == math.inf:
-            raise argparse.ArgumentTypeError(f"expected a number above 0; found {text}")
-        return value
-
-    parse.__name__ = kind.__name__
-    return parse
 
 
 def width(text: str) -> int:
@@ -141,32 +108,6 @@ def width(text: str) -> int:
     if int(text) > MOST_WIDTH:
         raise argparse.ArgumentTypeError(f"a grid takes {MOST_WIDTH} characters at most; found {text}")
     return int(text)
-
-
-def solve(options: argparse.Namespace, schedule: Any, placement: Sequence[int] | None = None) -> Schedule:
-    """The plan of a schedule. `placement` stands where a cost table names none."""
-    tables = [read_costs(path, placement) for path in options.costs]
-    several = (options.mem_limit or "").split(",")
-    limit = several if len(several) > 1 else options.mem_limit
-    try:
-        for costs in tables:
-            limit_per_rank(costs, limit)
-    except ZbfxError as error:  # which speaks of bytes, a unit that these costs may not have
-        raise ZbfxError(
-            f"--mem-limit is a number above 0 in the unit of m_b, or a multiple of what 1F1B needs, like 2x, or "
-            f"{costs.rank_count} numbers with commas between, one per rank; found {options.mem_limit!r}"
-        ) from error
-    return plan(
-        tables, options.microbatches, schedule=schedule, mem_limit=limit, budget_s=options.budget, seed=options.seed
-    )
-
-
-def solve_asked(options: argparse.Namespace) -> Schedule:
-    """The plan of the schedule that the command line asks for."""
-    orders = None if options.order is None else read_file(options.order)
-    schedule = (options.schedule or "auto") if orders is None else orders
-    placement = None if orders is None else placement_of_orders(orders)
-    return solve(options, improve(schedule) if options.improve else schedule, placement)
 
 
 def figures(schedule: Schedule) -> dict[str, Any]:
@@ -219,11 +160,16 @@ def show_command(options: argparse.Namespace) -> None:
 
 
 def compare_command(options: argparse.Namespace) -> None:
+    check_problem(options)
+    solved = partial(solve, options)
+    if options.target is not None:
+        own = compiled_model(options).schedule
+        solved = partial(replanned, own, limit_of(options))
     plans: list[Schedule] = []
     refused: dict[str, ZbfxError] = {}
     for name in names():
         try:
-            plans.append(solve(options, name))
+            plans.append(solved(name))
         except ZbfxError as error:
             refused[name] = error
     if not plans:
@@ -257,33 +203,26 @@ def cells(schedule: Schedule) -> tuple[str, ...]:
 
 def add_report(commands: Any) -> None:
     reporting = commands.add_parser("report", help="write a page on a schedule, or on the pipeline of your model")
-    reporting.add_argument("target", nargs="?", metavar="FILE.py:FUNCTION", help=f"{EXAMPLE}; or --costs")
-    add_problem(reporting, required=False)
+    add_problem(reporting)
     add_schedule(reporting)
-    reporting.add_argument("--stages", type=int, help="pipeline ranks of a model (default: what it says, or 2)")
     reporting.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE", help="(report.html)")
     reporting.add_argument("--profile", action="store_true", help="run a step in this process, and show it too")
     reporting.add_argument(
         "--compare", nargs="*", metavar="NAME", help="schedules to compare with (default: all by hand that fit)"
     )
-    reporting.set_defaults(command=report_command)
+    reporting.set_defaults(command=report_command, name="report")
 
 
 def report_command(options: argparse.Namespace) -> None:
     """Writes the page and says where; what takes long is said on stderr."""
-    if (options.target is None) == (options.costs is None):
-        found = "neither" if options.target is None else "both"
-        raise ZbfxError(f"report takes a model (FILE.py:FUNCTION) or --costs with --microbatches; found {found}")
-    if options.target is not None and (options.budget, options.seed) != (BUDGET_S, 0):
-        raise ZbfxError("--budget and --seed are of plans from --costs; a model's pipeline is planned as compile does")
-    if options.target is None:
-        if options.microbatches is None or options.profile:
-            wrong = "no --microbatches" if options.microbatches is None else "--profile, which runs a model"
-            raise ZbfxError(f"report --costs takes --microbatches, and runs nothing; found {wrong}")
+    check_problem(options)
+    if options.target is not None:
+        text = page_of_model(options)
+    elif options.profile:
+        raise ZbfxError("report --costs runs nothing; found --profile, which runs a model")
+    else:
         schedule = solve_asked(options)
         text = page(Subject(schedule, compared=others(schedule, options.compare)))
-    else:
-        text = page_of_model(options)
     if not speaks():
         return
     try:
@@ -294,42 +233,15 @@ def report_command(options: argparse.Namespace) -> None:
 
 
 def page_of_model(options: argparse.Namespace) -> str:
-    from zbfx.measured_step import measured_step
-    from zbfx.pipeline import compile  # brings torch, which the planning commands do without
+    from zbfx.measured_step import measured_step  # brings torch, which the planning commands do without
     from zbfx.report import subject
 
-    arguments, profile = model_arguments("report", options), None
     if options.profile:
-        pipe, profile = measured_step(arguments, tell)
+        pipe, profile = measured_step(model_arguments(options), tell)
     else:
-        tell("compiling")
-        pipe = compile(**arguments)
+        pipe, profile = compiled_model(options), None
     tell("planning other schedules, and drawing")
     return page(subject(pipe.compiled, profile, options.compare))
-
-
-def model_arguments(command: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Those that the named function returns, with what the command line asks for in their place."""
-    limit = (options.mem_limit or "").split(",")
-    chosen = {
-        "stages": options.stages,
-        "microbatches": options.microbatches,
-        "mem_limit": limit if len(limit) > 1 else options.mem_limit,
-        "schedule": options.schedule if options.order is None else read_file(options.order),
-    }
-    asked = {name: value for name, value in chosen.items() if value is not None}
-    arguments = {"stages": 2, "microbatches": 8, **named_arguments(command, options.target), **asked}
-    return arguments | ({"schedule": improve(arguments.get("schedule", "auto"))} if options.improve else {})
-
-
-def tell(progress: str) -> None:
-    if speaks():
-        print(f"zbfx: {progress}", file=sys.stderr)
-
-
-def speaks() -> bool:
-    """Whether this process is the one, of those that torchrun has started, that speaks to the user."""
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 def add_profile(commands: Any) -> None:
@@ -342,13 +254,15 @@ def add_profile(commands: Any) -> None:
     profiling.add_argument("--html", type=Path, metavar="FILE", help="write the page of report, with the measured step")
     profiling.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of it beside its plan")
     profiling.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev")
-    profiling.set_defaults(command=profile_command, schedule=None, order=None, mem_limit=None, improve=False)
+    profiling.set_defaults(
+        command=profile_command, name="profile", schedule=None, order=None, mem_limit=None, improve=False
+    )
 
 
 def profile_command(options: argparse.Namespace) -> None:
     from zbfx.measured_step import measured_step
 
-    pipe, profile = measured_step(model_arguments("profile", options), tell)
+    pipe, profile = measured_step(model_arguments(options), tell)
     if not speaks():
         return
     account = Account.of_step(profile.schedule, profile.spans)

@@ -56,9 +56,9 @@ def test_of_a_model_with_a_measured_step(folder: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "report takes a model (FILE.py:FUNCTION) or --costs with --microbatches; found neither"),
+        ([], "report takes a model (FILE.py:FUNCTION), or --costs and --microbatches; found neither"),
         (["user_model.py:pipeline", "--costs", "costs.json"], "found both"),
-        (["--costs", "costs.json"], "found no --microbatches"),
+        (["--costs", "costs.json"], "report --costs takes --microbatches; found none"),
         (["--costs", "costs.json", "--microbatches", "2", "--profile"], "found --profile, which runs a model"),
         (["user_model.py:planned", "--seed", "1"], "--budget and --seed are of plans from --costs"),
         (["user_model.py"], "report takes FILE.py:FUNCTION"),
@@ -77,6 +77,17 @@ def test_of_a_model_as_it_says_or_as_it_is_asked(folder: Path, more: list[str], 
     (view,) = views_of(folder / "report.html")
     assert name is None or view["name"] == name
     assert sum(len(lane["actions"].split()) for lane in view["lanes"]) in (8, 12), "two microbatches on two ranks"
+
+
+def test_a_model_is_shown_planned_and_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "user_model.py:planned", "--width", "60", "--svg", "s.svg"]) == 0
+    assert "data-action" in (folder / "s.svg").read_text()
+    assert main(["plan", "user_model.py:planned", "--schedule", "1f1b", "--microbatches", "3"]) == 0
+    assert capsys.readouterr().out.startswith("rank 0: F0.0 F0.1 BW0.0 F0.2 BW0.1 BW0.2\n")
+    assert main(["compare", "user_model.py:planned", "--json", "--mem-limit", "2x"]) == 0
+    rows = {row["schedule"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["zb-h1"]["microbatches"] == 2
+    assert "error" in rows["zb-v"]
 
 
 def test_a_profile_says_what_each_rank_did(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
