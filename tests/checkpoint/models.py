@@ -108,12 +108,14 @@ def language_pipe(model: nn.Module, stages: int, **options: Any) -> zbfx.Pipelin
     return zbfx.compile(model, stages=stages, microbatches=2, example_kwargs=example, check=False, **options)
 
 
-def plain_pipe(model: nn.Module, stages: int, **options: Any) -> zbfx.Pipeline:
-    rows = torch.zeros(2, 6)
+def plain_pipe(
+    model: nn.Module, stages: int, microbatches: int = 2, example: Tensor | None = None, **options: Any
+) -> zbfx.Pipeline:
+    rows = torch.zeros(2, 6) if example is None else example
     return zbfx.compile(
         model,
         stages=stages,
-        microbatches=2,
+        microbatches=microbatches,
         loss_fn=F.mse_loss,
         example_inputs=(rows,),
         example_targets=rows,

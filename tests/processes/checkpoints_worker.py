@@ -4,6 +4,7 @@ tests/support/pool.py."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zbfx
 from tests.checkpoint.models import language_pipe, on_meta, plain, plain_pipe, tensors, tokens
+from tests.processes.replicas_worker import in_double_precision
 from tests.processes.tensor_parallel_worker import distribute
 from tests.support.models import llama
 from tests.support.reference import compiled
@@ -88,3 +90,79 @@ def whole_of_shards(rank: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     distribute(problem.model, mesh["tp"])
     return {"before": before, "whole": compiled(problem, 2, 2).bind(mesh).full_state_dict(everywhere=True)}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a training runs: over how many ranks, in how many replicas, in what order."""
+
+    ranks: int
+    replicas: int = 1
+    zero: int = 0
+    options: tuple[tuple[str, Any], ...] = (("schedule", "zb-h1"),)
+    barrier: bool = False
+
+    @property
+    def processes(self) -> int:
+        return self.ranks * self.replicas
+
+
+def train(form: Form, step: Any, model: nn.Module, replica: int, folder: str, steps: int) -> dict[str, Any]:
+    """Go on from a folder, if it has a checkpoint: what is there then, the losses of more steps, and a checkpoint."""
+    if form.zero == 0 and form.barrier:
+        optimizer: Any = torch.optim.AdamW(step.parameters(), lr=0.05)
+    else:
+        optimizer = zbfx.optim.PostValidated(torch.optim.AdamW(step.parameters(), lr=0.05), step, max_norm=0.2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.9)
+    step.load(folder, missing_ok=True, optimizer=optimizer, scheduler=scheduler)
+    found: dict[str, Any] = {"count": step.count, "model": step.full_state_dict(everywhere=True)}
+    found["optimizer"] = optimizer_state(step, optimizer)
+    found["losses"] = []
+    for _ in range(steps):
+        x, y = batch(step.count)
+        mine = slice(replica * 8 // form.replicas, (replica + 1) * 8 // form.replicas)
+        found["losses"].append(float(step(x[mine], y[mine])))
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    found["path"] = step.save(folder, keep=2, optimizer=optimizer, scheduler=scheduler).wait().name
+    found["saved"] = step.full_state_dict(everywhere=True)
+    found["saved optimizer"] = optimizer_state(step, optimizer)
+    step.close()
+    return found
+
+
+def batch(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randn(8, 6, generator=generator), torch.randn(8, 6, generator=generator)
+
+
+def optimizer_state(step: Any, optimizer: Any) -> dict[str, dict[str, Tensor]]:
+    """By parameter; with ZeRO-1 by bucket, as this replica's part of it."""
+    state = optimizer.state_dict()["state"]
+    names = [name for name, _ in step.named_parameters()]
+    return {names[index]: {key: value.clone() for key, value in found.items()} for index, found in state.items()}
+
+
+def made() -> nn.Module:
+    torch.manual_seed(11)
+    return nn.Sequential(*trained().children(), nn.Dropout(0.1))
+
+
+@in_double_precision
+def in_one_process(form: Form, folder: str, steps: int) -> dict[str, Any]:
+    model = made()
+    step = plain_pipe(model, form.ranks, 4, **dict(form.options)).run_local(seed=5)
+    return train(form, step, model, 0, folder, steps)
+
+
+@in_double_precision
+def over_processes(rank: int, form: Form, folder: str, steps: int) -> dict[str, Any]:
+    model = made()
+    pipe = plain_pipe(model, form.ranks, 4 // form.replicas, **dict(form.options))
+    mesh = init_device_mesh("cpu", (form.replicas, form.ranks), mesh_dim_names=("dp", "pp"))
+    step = pipe.bind(mesh if form.replicas > 1 else None, zero=form.zero, seed=99)  # the checkpoint's counts
+    found = train(form, step, model, rank // form.ranks, folder, steps)
+    if step.engine.shards is not None:
+        found["buckets"] = [(b.key, b.names, b.layouts) for b in step.engine.shards.buckets]
+    return found

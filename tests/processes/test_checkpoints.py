@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from tests.checkpoint import models
 from tests.checkpoint.models import different, language_pipe, on_meta, plain, plain_pipe, tensors, tokens
 from tests.processes import checkpoints_worker as worker
-from tests.support.pool import Launch
+from tests.processes.checkpoints_worker import Form
+from tests.support.pool import Launch, Results
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +79,71 @@ def test_whole_model_comes_back(launch: Launch, zero: int, tmp_path_factory: pyt
 def test_whole_of_a_sharded_model(launch: Launch) -> None:
     for found in launch(4, worker.whole_of_shards).values():
         assert different(found["whole"], found["before"]) == []
+
+
+V = (("schedule", "zb-v-order"), ("stages_per_rank", 2))
+FORMS = [
+    Form(2),
+    Form(3),
+    Form(1),
+    Form(4, barrier=True),
+    Form(2, replicas=2, zero=1),
+    Form(2, options=V),
+    Form(2, replicas=2),
+    Form(1, replicas=2, zero=1),
+]
+
+
+def whole_optimizer(ranks: Results) -> dict[str, dict[str, torch.Tensor]]:
+    """The optimizer's state of each parameter, from the processes' parts of it."""
+    if "buckets" not in ranks[0]:
+        return {name: state for found in ranks.values() for name, state in found["optimizer"].items()}
+    replicas = 2
+    count = len(ranks) // replicas
+    whole: dict[str, dict[str, torch.Tensor]] = {}
+    for rank in range(count):
+        shards = [ranks[replica * count + rank] for replica in range(replicas)]
+        for bucket, names, layouts in shards[0]["buckets"]:
+            states = [found["optimizer"][bucket] for found in shards]
+            for key, value in states[0].items():
+                flat = torch.cat([state[key] for state in states]) if value.ndim else value
+                at = 0
+                for name, layout in zip(names, layouts, strict=True):
+                    size = torch.Size(layout.shape).numel()
+                    part = flat[at : at + size].as_strided(layout.shape, layout.stride) if value.ndim else flat
+                    whole.setdefault(name, {})[key] = part
+                    at += size
+    return whole
+
+
+@pytest.mark.slow
+def test_training_goes_on_in_any_form(launch: Launch, tmp_path: Path) -> None:
+    """Tensors and optimizer have the bits of the run before; losses those of the unbroken run while there is one
+    replica, and are within 1e-12 of it after that."""
+    unbroken = worker.in_one_process(Form(2), str(tmp_path / "unbroken"), 3 * len(FORMS))["losses"]
+    before: Results = {}
+    folder = tmp_path / "run"
+    for index, form in enumerate(FORMS):
+        ranks = (
+            {0: worker.in_one_process(form, str(folder), 3)}
+            if form.processes == 1
+            else launch(form.processes, worker.over_processes, form, str(folder), 3)
+        )
+        for found in ranks.values():
+            assert found["count"] == 3 * index
+            assert found["path"] == f"step-{3 * index + 3}"
+            if before:
+                assert different(found["model"], before[0]["saved"]) == [], form
+            expected = unbroken[3 * index : 3 * index + 3]
+            if all(earlier.replicas == 1 for earlier in FORMS[: index + 1]):
+                assert found["losses"] == expected, form
+            assert found["losses"] == pytest.approx(expected, rel=1e-12), form
+        if before:
+            now = whole_optimizer(ranks)
+            was = whole_optimizer(
+                {rank: found | {"optimizer": found["saved optimizer"]} for rank, found in before.items()}
+            )
+            assert now.keys() == was.keys()
+            assert all(different(now[name], was[name]) == [] for name in now), form
+        before = ranks
+    assert sorted(path.name for path in folder.iterdir()) == ["step-21", "step-24"]

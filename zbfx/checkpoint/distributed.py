@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from zbfx._torch import CHECKPOINT_RECORDS
+from zbfx.checkpoint.parts import PartLoader
 from zbfx.errors import ZbfxError, first_line
 
 TABLE = ".metadata"  # of contents, which DCP writes last
@@ -58,7 +59,7 @@ def stored_tensors(table: Metadata) -> dict[str, TensorStorageMetadata]:
 def read_into(folder: Path, table: Metadata, targets: Mapping[str, Any]) -> None:
     """Fill these tensors, which are in the table, from the files of the folder. Other processes take no part. A target
     may be a part of a tensor (`zbfx.checkpoint.parts`)."""
-    reader, planner = FileSystemReader(folder), DefaultLoadPlanner()
+    reader, planner = FileSystemReader(folder), PartLoader()
     reader.set_up_storage_reader(table, is_coordinator=True)
     planner.set_up_planner(dict(targets), table, is_coordinator=True)
     try:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from zbfx.arguments import kind_of
-from zbfx.checkpoint import distributed
+from zbfx.checkpoint import distributed, folders
 from zbfx.errors import ZbfxError, first_line, listed
 
-TAKEN = (
+TAKES = (
     "a folder of safetensors, or of a checkpoint of step.save or torch.distributed.checkpoint, a mapping of names to "
     "tensors, or 'init'"
 )
@@ -54,12 +54,13 @@ def kind_of_weights(weights: object) -> str:
 
 
 def stored(weights: object) -> Stored:
-    """Raises `ZbfxError` for what is none of `TAKEN`."""
+    """Raises `ZbfxError` for what is none of `TAKES`."""
     if isinstance(weights, Mapping):
         return mapped(weights)
     if not isinstance(weights, str | os.PathLike):
-        raise ZbfxError(f"weights is {TAKEN}; found {kind_of(weights)}")
+        raise ZbfxError(f"weights is {TAKES}; found {kind_of(weights)}")
     path = Path(weights)
+    path = folders.newest(path) if folders.checkpoints(path) else path
     if distributed.is_distributed(path):
         return of_distributed(path)
     return safetensors_of(safetensors_files(path))
@@ -101,7 +102,7 @@ def safetensors_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ZbfxError(
-            f"weights is {TAKEN}; found {str(path)!r}, which does not exist here. Download a repository of a model "
+            f"weights is {TAKES}; found {str(path)!r}, which does not exist here. Download a repository of a model "
             f"first (huggingface_hub.snapshot_download gives a folder)"
         )
     indices = sorted(path.glob("*.safetensors.index.json"))

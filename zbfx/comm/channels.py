@@ -55,6 +55,7 @@ class Channels:
         self.rank, self.name, self.library = place.rank, place.name, library_for(device)
         self.group = self.own_group(place.pipelines())
         self.family, self.peers, self.control, self.shards = self.group, None, None, None
+        self.aside: dist.ProcessGroup | None = None
         if len(place.replicas) > 1:
             self.family = self.own_group(p for family in place.families for p in [[d for r in family for d in r]])
             lines = [line for family in place.families for line in zip(*family, strict=True)]
@@ -243,6 +244,22 @@ class Channels:
         values = {p: value for p, (_, _, value) in zip(dist.get_process_group_ranks(group), found, strict=True)}
         return [values[process] for process in order]
 
+    def gather_aside(self) -> Callable[[Any], list[Any]]:
+        """A `gather` for another thread, in a gloo group of its own that is made at the first call. Collective over the
+        family."""
+        processes = [process for replica in self.place.replicas for process in replica]
+        if self.aside is None:
+            self.aside = process_groups.new_group_of_members(processes, self.timeout)
+        group = self.aside
+
+        def gather(value: Any) -> list[Any]:
+            found: list[Any] = [None] * len(processes)
+            dist.all_gather_object(found, value, group=group)
+            by_process = dict(zip(dist.get_process_group_ranks(group), found, strict=True))
+            return [by_process[process] for process in processes]
+
+        return gather
+
     def are_open(self) -> bool:
         """Whether torch.distributed still knows the groups of this pipeline."""
         if self.family is None or not dist.is_initialized():
@@ -313,10 +330,10 @@ class Channels:
             with suppress(Exception):  # the others are closed all the same
                 dist.destroy_process_group(group)
         self.pairs.clear()
-        self.group = self.family = self.peers = self.control = self.shards = None
+        self.group = self.family = self.peers = self.control = self.shards = self.aside = None
 
     def groups(self) -> list[dist.ProcessGroup]:
-        groups = [*self.pairs.values(), self.group, self.peers, self.control, self.shards, self.family]
+        groups = [*self.pairs.values(), self.group, self.peers, self.control, self.shards, self.aside, self.family]
         return list(dict.fromkeys(group for group in groups if group is not None)) if self.are_open() else []
 
     def differ(self, reason: str) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -221,7 +221,7 @@ class PostValidated(torch.optim.Optimizer):
             names = tuple(found)
             if names not in self.places:
                 self.places[names] = torch.tensor(self.layout.places(names), device=state.device)
-            norms = self.target.whole_norms(torch.stack(gradient_norms(list(found.values()))))
+            norms = self.target.engine.whole_norms(torch.stack(gradient_norms(list(found.values()))))
             state.index_copy_(0, self.places[names], norms)
 
     def reduce(self, share: Share, partial: Tensor | None = None) -> Tensor:
@@ -342,6 +342,25 @@ class PostValidated(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.settle()
         arguments.load_state(self.optimizer, state_dict)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What a checkpoint has of this optimizer beside the wrapped one's state."""
+        scaler = None if self.grad_scaler is None else self.grad_scaler.state_dict()
+        verdict = None if self.verdict is None else self.verdict.plain()
+        return {"counts": asdict(self.counts), "verdict": verdict, "grad_scaler": scaler}
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        self.counts = Counts(**state["counts"])
+        self.verdict = None if state["verdict"] is None else Verdict.of(state["verdict"])
+        if (self.grad_scaler is None) != (state["grad_scaler"] is None):
+            raise ZbfxError(
+                f"found a grad_scaler {'here' if state['grad_scaler'] is None else 'in the checkpoint'} alone: make "
+                f"the optimizer as the one that was saved"
+            )
+        if self.grad_scaler is not None:
+            self.grad_scaler.load_state_dict(state["grad_scaler"])
+            for engine in self.target.engines:
+                engine.rescale()
 
     def __reduce__(self) -> str:
         raise ZbfxError(

@@ -9,7 +9,7 @@ norm depends neither on the placement nor on the number of ranks. What a rank di
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 from math import fsum, isfinite, sqrt
 from typing import Any
@@ -112,6 +112,16 @@ class Verdict:
     nonfinite: tuple[str, ...]
     acts: tuple[Act, ...]
     cause: str = ""
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self) | {"acts": [int(act) for act in self.acts], "nonfinite": list(self.nonfinite)}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Verdict:
+        """From `plain` data."""
+        acts = tuple(Act(act) for act in state["acts"])
+        return cls(**{**state, "acts": acts, "nonfinite": tuple(state["nonfinite"])})
 
     @property
     def is_clean(self) -> bool:

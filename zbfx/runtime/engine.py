@@ -105,6 +105,15 @@ class Engine:
         for flat in self.shards.flat.values():
             self.channels.join_shards(flat).wait()
 
+    def whole_norms(self, norms: Tensor) -> Tensor:
+        """The norms of what an optimizer steps, from those of this replica's part of it."""
+        if self.shards is None:
+            return norms
+        squares = norms.square()
+        assert self.channels is not None, "with ZeRO-1"
+        self.channels.sum_over_replicas(squares).wait()
+        return squares.sqrt()
+
     def with_data(self, rows: Sequence[Sequence[Tensor]]) -> Batch:
         """A batch, if the tensors that this process reads have data: others may be on the meta device."""
         read = {name for runner in self.runners for name in runner.input_names}

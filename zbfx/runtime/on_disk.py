@@ -15,6 +15,9 @@ from zbfx.checkpoint.names import owning_ranks
 from zbfx.checkpoint.whole import checked_dtype, export_state, refuse_empty, whole_state
 from zbfx.errors import ZbfxError, first_line
 from zbfx.runtime.engine import Engine, T
+from zbfx.runtime.optimizer import Optimizer
+from zbfx.runtime.options import StepOptions
+from zbfx.runtime.ranks import Ranks
 from zbfx.trace.guard import Source
 
 
@@ -22,6 +25,11 @@ class Stepping(Protocol):
     """A step, as these functions need it."""
 
     source: Source
+    count: int
+    options: StepOptions
+    ranks: Ranks
+    optimizer: Optimizer | None
+    saving: Any  # the last checkpoint, perhaps on its way
 
     @property
     def engine(self) -> Engine: ...

@@ -63,6 +63,10 @@ class AllHere:
         """The picklable value of every process of this pipeline, in order."""
         return [value]
 
+    def aside(self) -> Callable[[T], list[T]]:
+        """What `everywhere` does, for calls from another thread beside those of this one."""
+        return lambda value: [value]
+
     def add_up(self, state: Tensor) -> None:
         """Overwrite `state` with its sum over all processes of the pipeline."""
 
@@ -179,6 +183,9 @@ class OneOfMany:
 
     def along(self, value: T) -> list[T]:
         return self.channels.gather_ranks(value)
+
+    def aside(self) -> Callable[[T], list[T]]:
+        return self.channels.gather_aside()
 
     def add_up(self, state: Tensor) -> None:
         dist.all_reduce(state, group=self.channels.group)

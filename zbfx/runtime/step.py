@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from zbfx import rng
 from zbfx._torch import uncompiled
 from zbfx.compiled import Compiled
 from zbfx.errors import NonFiniteStep, PipelineFault, ZbfxError
-from zbfx.runtime import on_disk
+from zbfx.runtime import on_disk, saving
 from zbfx.runtime.captured import Launched
 from zbfx.runtime.clipping import checked_norms, clip
 from zbfx.runtime.engine import Batch, Engine, T
@@ -25,6 +26,7 @@ from zbfx.runtime.optimizer import Optimizer
 from zbfx.runtime.options import StepOptions
 from zbfx.runtime.ranks import Ranks
 from zbfx.runtime.runner import Tensors
+from zbfx.runtime.saving import Saved
 from zbfx.runtime.timeline import Profile, Recorder
 from zbfx.runtime.verdict import settle, snapshot
 from zbfx.runtime.watch import Watch
@@ -74,6 +76,7 @@ class Step:
         self.clips: set[str] = set()  # the calls of `clip_grad_norm_` whose arguments were compared
         self.fault: str | None = None  # why no further step can run
         self.is_closed = False
+        self.saving: Saved | None = None  # the last checkpoint, perhaps on its way
         self.lock = threading.RLock()  # held by the thread that is inside a call
 
     def __repr__(self) -> str:
@@ -225,6 +228,30 @@ class Step:
             on_disk.export(self, folder, dtype, max_shard_size)
 
     @uncompiled
+    def save(
+        self, folder: str | os.PathLike[str], *, keep: int | None = None, async_: bool = False, **objects: Any
+    ) -> Saved:
+        """Write a checkpoint into `folder`, as `step-100` after 100 steps; `keep` the last so many of them. It has the
+        model, `count`, the seed, and the `objects`: optimizers, and whatever has `state_dict` and `load_state_dict`. A
+        step of any ranks, cut, replicas and `zero` loads it. All ranks call it with the same arguments, and one folder.
+        A checkpoint that a failure leaves incomplete is none. `async_`: go on as soon as all is copied to the host's
+        memory; the next `save`, `load` or `close`, and `wait()` of the result, wait for the disk. Raises `ZbfxError` on
+        all ranks where one cannot write, or an object's state is more than plain data."""
+        with self.alone():
+            self.collect()
+            return saving.save_step(self, folder, keep, async_, objects)
+
+    @uncompiled
+    def load(self, folder: str | os.PathLike[str], *, missing_ok: bool = False, **objects: Any) -> Path | None:
+        """Go on from the newest checkpoint of `save` in a folder, or from one by its own path, which is returned. The
+        model's tensors, `count`, the seed and the `objects` get their values in place. None with `missing_ok` where
+        there is no checkpoint. Nothing is unpickled. Raises `ZbfxError`, by name, for what does not fit, before
+        anything changes; if files are damaged, some tensors may have changed by then."""
+        with self.alone():
+            self.collect()
+            return saving.load_step(self, folder, missing_ok, objects)
+
+    @uncompiled
     def close(self) -> None:
         """End the step: let go of its captured graphs, and close its connections. All ranks call this before
         `destroy_process_group`, which may wait for ever for a communicator that a graph still holds."""
@@ -233,6 +260,9 @@ class Step:
             if self.fault is None and not self.is_closed:
                 if self.optimizer is not None:
                     self.optimizer.settle()
+                last, self.saving = self.saving, None
+                if last is not None:
+                    last.finish()
                 self.ranks.leave()
                 if self.engine.pipe.device.type == "cuda":
                     torch.cuda.synchronize(self.engine.pipe.device)
@@ -240,6 +270,8 @@ class Step:
                     engine.forget()
                 self.ranks.close()
                 self.is_closed = True
+                if last is not None:
+                    last.wait()
 
     @property
     def numbered(self) -> str:
@@ -388,15 +420,6 @@ class Step:
         runners = [runner for engine in self.engines for runner in engine.runners]
         for runner in runners + (self.optimizer.runners if self.optimizer else []):
             runner.transport.drop()
-
-    def whole_norms(self, norms: Tensor) -> Tensor:
-        """The norms of what an optimizer steps, from those of this replica's part of it."""
-        if self.engine.shards is None:
-            return norms
-        squares = norms.square()
-        assert self.engine.channels is not None, "shards need replicas"
-        self.engine.channels.sum_over_replicas(squares).wait()
-        return squares.sqrt()
 
     def seed_of_step(self) -> int:
         assert self.options.seed is not None, "resolved as the step was made"

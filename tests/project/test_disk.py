@@ -1,0 +1,62 @@
+"""docs/disk.md is true: its blocks run, from an empty folder, with 1, 2 and 4 processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "disk.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str) -> list[str]:
+    return [block for found, block in BLOCKS if found == language]
+
+
+def run(command: list[str], folder: Path) -> str:
+    """What the command prints. Programs of the environment that runs the tests come first."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    settings = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | settings, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.transformers
+def test_blocks_run_in_order_with_any_number_of_processes(tmp_path: Path) -> None:
+    """With 2 processes; again with 4, and 1, which go on from half of it: the same losses."""
+    make, script, look = blocks("python")
+    (command,) = blocks("sh")
+    (tmp_path / "train.py").write_text(script)
+    run([sys.executable, "-c", make], tmp_path)
+    printed = run(shlex.split(command), tmp_path)
+    losses = losses_of(printed)
+    assert sorted(losses) == [5, 10, 15, 20]
+    assert all(len(found) == 1 for found in losses.values()), "the same on both ranks"
+    assert int(run([sys.executable, "-c", look], tmp_path)) > 10_000
+    checkpoints = tmp_path / "checkpoints"
+    for processes in (4, 1):
+        assert sorted(path.name for path in checkpoints.iterdir()) == ["step-15", "step-20"]
+        for path in (checkpoints / "step-20").iterdir():
+            path.unlink()
+        (checkpoints / "step-20").rmdir()
+        again = losses_of(run(shlex.split(command.replace("=2", f"={processes}")), tmp_path))
+        assert again == {20: losses[20]}
+
+
+def losses_of(printed: str) -> dict[int, set[str]]:
+    found: dict[int, set[str]] = {}
+    for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", printed):
+        found.setdefault(int(step), set()).add(loss)
+    return found
