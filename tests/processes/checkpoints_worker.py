@@ -109,10 +109,8 @@ class Form:
 
 def train(form: Form, step: Any, model: nn.Module, replica: int, folder: str, steps: int) -> dict[str, Any]:
     """Go on from a folder, if it has a checkpoint: what is there then, the losses of more steps, and a checkpoint."""
-    if form.zero == 0 and form.barrier:
-        optimizer: Any = torch.optim.AdamW(step.parameters(), lr=0.05)
-    else:
-        optimizer = zbfx.optim.PostValidated(torch.optim.AdamW(step.parameters(), lr=0.05), step, max_norm=0.2)
+    adamw = torch.optim.AdamW(step.parameters(), lr=0.05)
+    optimizer = zbfx.optim.PostValidated(adamw, step, max_norm=0.2, sync=form.barrier)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.9)
     step.load(folder, missing_ok=True, optimizer=optimizer, scheduler=scheduler)
     found: dict[str, Any] = {"count": step.count, "model": step.full_state_dict(everywhere=True)}
@@ -150,18 +148,18 @@ def made() -> nn.Module:
 
 
 @in_double_precision
-def in_one_process(form: Form, folder: str, steps: int) -> dict[str, Any]:
+def in_one_process(form: Form, folder: str, steps: int, seed: int) -> dict[str, Any]:
     model = made()
-    step = plain_pipe(model, form.ranks, 4, **dict(form.options)).run_local(seed=5)
+    step = plain_pipe(model, form.ranks, 4, **dict(form.options)).run_local(seed=seed)
     return train(form, step, model, 0, folder, steps)
 
 
 @in_double_precision
-def over_processes(rank: int, form: Form, folder: str, steps: int) -> dict[str, Any]:
+def over_processes(rank: int, form: Form, folder: str, steps: int, seed: int) -> dict[str, Any]:
     model = made()
     pipe = plain_pipe(model, form.ranks, 4 // form.replicas, **dict(form.options))
     mesh = init_device_mesh("cpu", (form.replicas, form.ranks), mesh_dim_names=("dp", "pp"))
-    step = pipe.bind(mesh if form.replicas > 1 else None, zero=form.zero, seed=99)  # the checkpoint's counts
+    step = pipe.bind(mesh if form.replicas > 1 else None, zero=form.zero, seed=seed)
     found = train(form, step, model, rank // form.ranks, folder, steps)
     if step.engine.shards is not None:
         found["buckets"] = [(b.key, b.names, b.layouts) for b in step.engine.shards.buckets]

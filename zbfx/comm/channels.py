@@ -21,7 +21,7 @@ from zbfx.comm.copies import OTHER_STREAMS, CopyLine, Lines, Pair, drained, open
 from zbfx.comm.faults import Uncaught, known_fault, process_here
 from zbfx.comm.history import History
 from zbfx.comm.overdue import Overdue, Progress, bound_exit, end_process, ends_within, say
-from zbfx.comm.place import Place
+from zbfx.comm.place import Place, Replicas
 from zbfx.comm.process_groups import NCCL_BLOCKS, NCCL_REDUCTION_BLOCKS, Bounded, Library, Transfer, library_for
 from zbfx.comm.together import waiting
 from zbfx.errors import SAME_CALLS, PipelineFault, ZbfxError, listed
@@ -55,13 +55,13 @@ class Channels:
         self.rank, self.name, self.library = place.rank, place.name, library_for(device)
         self.group = self.own_group(place.pipelines())
         self.family, self.peers, self.control, self.shards = self.group, None, None, None
-        self.aside: dist.ProcessGroup | None = None
         if len(place.replicas) > 1:
-            self.family = self.own_group(p for family in place.families for p in [[d for r in family for d in r]])
+            self.family = self.own_group(members(family) for family in place.families)
             lines = [line for family in place.families for line in zip(*family, strict=True)]
             self.peers = self.own_group(lines, NCCL_REDUCTION_BLOCKS)
             self.control = self.own_group(lines, library=Library.GLOO)
             self.sum_over_replicas(torch.zeros(1, device=device)).wait()
+        self.aside = self.own_group(map(members, place.families), library=Library.GLOO)
         if place.shard_count > 1:
             self.shards = self.own_group(place.shard_lines(), library=Library.GLOO)
         self.history = History(self.name, group_store(self.family), weakref.WeakMethod(self.differ))
@@ -245,12 +245,8 @@ class Channels:
         return [values[process] for process in order]
 
     def gather_aside(self) -> Callable[[Any], list[Any]]:
-        """A `gather` for another thread, in a gloo group of its own that is made at the first call. Collective over the
-        family."""
-        processes = [process for replica in self.place.replicas for process in replica]
-        if self.aside is None:
-            self.aside = process_groups.new_group_of_members(processes, self.timeout)
-        group = self.aside
+        """A `gather` for another thread, in a gloo group of its own."""
+        processes, group = members(self.place.replicas), self.aside
 
         def gather(value: Any) -> list[Any]:
             found: list[Any] = [None] * len(processes)
@@ -348,3 +344,8 @@ class Channels:
                     work = dist.irecv(torch.zeros(1), src=other, group=group, tag=GIVEN_UP)
                     assert work is not None, "this process is a member"
                     work.wait(timedelta(milliseconds=1))
+
+
+def members(replicas: Replicas) -> list[int]:
+    """The processes of all replicas, by replica and rank."""
+    return [process for replica in replicas for process in replica]

@@ -50,14 +50,6 @@ def library_for(device: torch.device) -> Library:
     return Library.NCCL if len(set(everywhere)) == len(everywhere) else Library.GLOO
 
 
-def new_group_of_members(processes: Collection[int], timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group that its members alone create."""
-    ranks = sorted(processes)
-    group = dist.new_group(ranks, timeout=timeout, backend=Library.GLOO.value, use_local_synchronization=True)
-    assert group is not None, "this process is a member"
-    return group
-
-
 def new_group(processes: Collection[int], timeout: timedelta, library: Library, blocks: int) -> dist.ProcessGroup:
     """A process group. Every process of the world calls this, member or not, and at about the same time: none waits for
     as long as `timeout` for a process that has ended meanwhile. A receive that waits keeps its thread blocks spinning
