@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.optim.swa_utils import AveragedModel
 
 import zbfx
 from tests.checkpoint.kills import kill_often
 from tests.checkpoint.models import different, on_meta, plain, plain_pipe, tensors
-from zbfx.checkpoint.parts import Piece, boxes_of
+from zbfx.checkpoint.distributed import read_into, table_of
+from zbfx.checkpoint.parts import PartSaver, Piece, boxes_of
 from zbfx.errors import ZbfxError
 from zbfx.runtime.step import Step
 
@@ -71,6 +73,29 @@ def test_pieces_of_memory_are_boxes_of_the_tensor(order: tuple[int, ...]) -> Non
             found[tuple(slice(at, at + size) for at, size in zip(offsets, block.shape, strict=True))] = block
         inside = (tensor >= begin) & (tensor < end)
         assert torch.equal(found, torch.where(inside, tensor, -1))
+
+
+def test_parts_are_written_and_read(tmp_path: Path) -> None:
+    """Of two processes with a part each, read as three."""
+    whole = torch.arange(24.0).view(4, 6)
+    ranges = ((0, 11), (11, 24))
+    parts = [Piece("w", (4, 6), (6, 1), begin, end, 0).part(whole.flatten()[begin:end]) for begin, end in ranges]
+    planners = [PartSaver() for _ in parts]
+    for planner, part in zip(planners, parts, strict=True):
+        planner.set_up_planner({"w": part})
+    plans, metadata = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
+    writer = FileSystemWriter(tmp_path)
+    plans = writer.prepare_global_plan(plans)
+    results = [
+        writer.write_data(planner.finish_plan(plan), planner).value()
+        for plan, planner in zip(plans, planners, strict=True)
+    ]
+    writer.finish(metadata, results)
+    for begin, end in ((0, 5), (5, 15), (15, 24)):
+        flat = torch.zeros(end - begin)
+        part = Piece("w", (4, 6), (6, 1), begin, end, 0).part(flat)
+        read_into(tmp_path, table_of(tmp_path), {"w": part})
+        assert torch.equal(flat, whole.flatten()[begin:end])
 
 
 def test_training_goes_on_as_if_unbroken(tmp_path: Path) -> None:
