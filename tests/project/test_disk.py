@@ -1,10 +1,11 @@
-"""docs/disk.md is true: its blocks run, from an empty folder, with 1, 2 and 4 processes."""
+"""docs/disk.md is true: its blocks run, from an empty folder, with 1 and 2 processes."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,7 @@ def run(command: list[str], folder: Path) -> str:
 @pytest.mark.processes
 @pytest.mark.transformers
 def test_blocks_run_in_order_with_any_number_of_processes(tmp_path: Path) -> None:
-    """With 2 processes; again with 4, and 1, which go on from half of it: the same losses."""
+    """With 2 processes, and with 1, which goes on from three quarters of it: the same losses."""
     make, script, look = blocks("python")
     (command,) = blocks("sh")
     (tmp_path / "train.py").write_text(script)
@@ -46,13 +47,9 @@ def test_blocks_run_in_order_with_any_number_of_processes(tmp_path: Path) -> Non
     assert all(len(found) == 1 for found in losses.values()), "the same on both ranks"
     assert int(run([sys.executable, "-c", look], tmp_path)) > 10_000
     checkpoints = tmp_path / "checkpoints"
-    for processes in (4, 1):
-        assert sorted(path.name for path in checkpoints.iterdir()) == ["step-15", "step-20"]
-        for path in (checkpoints / "step-20").iterdir():
-            path.unlink()
-        (checkpoints / "step-20").rmdir()
-        again = losses_of(run(shlex.split(command.replace("=2", f"={processes}")), tmp_path))
-        assert again == {20: losses[20]}
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-15", "step-20"]
+    shutil.rmtree(checkpoints / "step-20")
+    assert losses_of(run(shlex.split(command.replace("=2", "=1")), tmp_path)) == {20: losses[20]}
 
 
 def losses_of(printed: str) -> dict[int, set[str]]:

@@ -56,12 +56,12 @@ class Channels:
         self.group = self.own_group(place.pipelines())
         self.family, self.peers, self.control, self.shards = self.group, None, None, None
         if len(place.replicas) > 1:
-            self.family = self.own_group(members(family) for family in place.families)
+            self.family = self.own_group(processes_of(family) for family in place.families)
             lines = [line for family in place.families for line in zip(*family, strict=True)]
             self.peers = self.own_group(lines, NCCL_REDUCTION_BLOCKS)
             self.control = self.own_group(lines, library=Library.GLOO)
             self.sum_over_replicas(torch.zeros(1, device=device)).wait()
-        self.aside = self.own_group(map(members, place.families), library=Library.GLOO)
+        self.aside = self.own_group(map(processes_of, place.families), library=Library.GLOO)
         if place.shard_count > 1:
             self.shards = self.own_group(place.shard_lines(), library=Library.GLOO)
         self.history = History(self.name, group_store(self.family), weakref.WeakMethod(self.differ))
@@ -246,7 +246,7 @@ class Channels:
 
     def gather_aside(self) -> Callable[[Any], list[Any]]:
         """A `gather` for another thread, in a gloo group of its own."""
-        processes, group = members(self.place.replicas), self.aside
+        processes, group = processes_of(self.place.replicas), self.aside
 
         def gather(value: Any) -> list[Any]:
             found: list[Any] = [None] * len(processes)
@@ -346,6 +346,6 @@ class Channels:
                     work.wait(timedelta(milliseconds=1))
 
 
-def members(replicas: Replicas) -> list[int]:
+def processes_of(replicas: Replicas) -> list[int]:
     """The processes of all replicas, by replica and rank."""
     return [process for replica in replicas for process in replica]
