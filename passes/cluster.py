@@ -15,7 +15,8 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from zbfx.graphs import Phase
+from zbfx._torch import graph_module
+from zbfx.graphs import Phase, copy_node
 from zbfx.passes.nodes import is_view
 
 
@@ -61,7 +62,7 @@ def part_of(phase: Phase, names: Iterable[str], index: int) -> Phase:
     copies: dict[fx.Node, fx.Node] = {}
     for node in phase.module.graph.nodes:
         if node in kept:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = copy_node(graph, node, copies)
     graph.output(())
     graph.lint()
     placeholders = phase.module.graph.find_nodes(op="placeholder")
@@ -69,7 +70,7 @@ def part_of(phase: Phase, names: Iterable[str], index: int) -> Phase:
     seed = placeholders[-1] if phase.is_random else None
     return replace(
         phase,
-        module=fx.GraphModule(torch.nn.Module(), graph, f"{phase.name}p{index}"),
+        module=graph_module(torch.nn.Module(), graph, f"{phase.name}p{index}"),
         ports=tuple(port for port in phase.ports if inputs[port] in kept),
         values=tuple(name for name in phase.values if inputs[name] in kept),
         gradients=gradients,

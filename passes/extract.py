@@ -14,6 +14,7 @@ import itertools
 import re
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,8 @@ import torch
 from torch import fx
 
 from zbfx import _torch
-from zbfx._torch import aten
-from zbfx.graphs import Phase, Port, Role, Split, Stage
+from zbfx._torch import aten, graph_module
+from zbfx.graphs import Phase, Port, Role, Split, Stage, copy_node
 from zbfx.passes.accumulate import accumulate_in_products
 from zbfx.passes.nodes import expression, is_random, is_view, storage_owner, value_bytes
 from zbfx.plan import Kind
@@ -50,16 +51,20 @@ def extract(split: Split) -> tuple[Stage, ...]:
     outputs: dict[PhaseKey, list[tuple[fx.Node, Port]]] = defaultdict(list)
     for value, port in zip(placed.joint.output_values, placed.joint.outputs, strict=True):
         outputs[placed.stage_of.get(value, 0), split.phase_of.get(value, Kind.F)].append((value, port))
-    contents = {key: content_of(split, key, outputs[key]) for key in keys}
+    own: dict[PhaseKey, list[fx.Node]] = defaultdict(list)
+    for node, kind in split.phase_of.items():
+        own[placed.stage_of[node], kind].append(node)
+    order = Order(split)
+    contents = {key: content_of(split, key, own[key], outputs[key], order) for key in keys}
     results: dict[PhaseKey, set[fx.Node]] = defaultdict(set)
     for content in contents.values():
         for value in content.values:
             results[placed.stage_of[value], split.phase_of[value]].add(value)
     stages = []
     for index in range(placed.stage_count):
-        own = [key for key in keys if key[0] == index]
-        phases = {key[1]: build_phase(split, key, contents[key], results[key]) for key in own}
-        crossing = {value for key in own for value in (*contents[key].values, *results[key])}
+        mine = [key for key in keys if key[0] == index]
+        phases = {key[1]: build_phase(split, key, contents[key], results[key], order.roles) for key in mine}
+        crossing = {value for key in mine for value in (*contents[key].values, *results[key])}
         stages.append(
             Stage(
                 index,
@@ -77,11 +82,25 @@ def extract(split: Split) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-def content_of(split: Split, key: PhaseKey, outputs: list[tuple[fx.Node, Port]]) -> Content:
-    """What one phase computes and reads, to make these outputs and the values that other phases read."""
-    stage, kind = key
-    placed = split.placed
-    own = {n for n in split.phase_of if split.phase_of[n] is kind and placed.stage_of[n] == stage}
+class Order:
+    """The nodes of a joint graph, in its order, and the roles of its inputs."""
+
+    def __init__(self, split: Split) -> None:
+        joint = split.placed.joint
+        self.place = {node: k for k, node in enumerate(joint.graph.nodes)}
+        self.roles = joint.input_ports()
+
+    def sorted(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return sorted(nodes, key=self.place.__getitem__)
+
+
+def content_of(
+    split: Split, key: PhaseKey, nodes: Sequence[fx.Node], outputs: list[tuple[fx.Node, Port]], order: Order
+) -> Content:
+    """What one phase computes and reads, to make these outputs and the values that other phases read. `nodes` are its
+    own."""
+    stage, _ = key
+    placed, own = split.placed, set(nodes)
 
     def is_recomputed(node: fx.Node) -> bool:
         if node.op == "placeholder" or node in own:
@@ -96,45 +115,46 @@ def content_of(split: Split, key: PhaseKey, outputs: list[tuple[fx.Node, Port]])
         if node not in inside:
             inside.add(node)
             pending += [source for source in node.all_input_nodes if is_recomputed(source)]
-    read = {source for node in inside for source in node.all_input_nodes} - inside
-    order = list(placed.joint.graph.nodes)
-    roles = placed.joint.input_ports()
-    placeholders = [n for n in order if n in read and n.op == "placeholder"]
+    read = order.sorted({source for node in inside for source in node.all_input_nodes} - inside)
+    placeholders = [node for node in read if node.op == "placeholder"]
     return Content(
-        nodes=tuple(n for n in order if n in inside),
-        placeholders=tuple(sorted(placeholders, key=lambda n: PORT_ORDER.index(roles[n].role))),
-        values=tuple(n for n in order if n in read and n.op != "placeholder"),
+        nodes=tuple(order.sorted(inside)),
+        placeholders=tuple(sorted(placeholders, key=lambda n: PORT_ORDER.index(order.roles[n].role))),
+        values=tuple(node for node in read if node.op != "placeholder"),
         outputs=tuple(outputs),
     )
 
 
-def build_phase(split: Split, key: PhaseKey, content: Content, results: set[fx.Node]) -> Phase:
+def build_phase(
+    split: Split, key: PhaseKey, content: Content, results: set[fx.Node], roles: Mapping[fx.Node, Port]
+) -> Phase:
     """The graph of a phase, which returns `results`, the values that other phases read."""
-    stage, kind = key
-    joint, line = split.placed.joint, split.placed.line
-    roles = joint.input_ports()
+    (stage, kind), joint, line = key, split.placed.joint, split.placed.line
     graph = fx.Graph()
+    new = Placeholders(graph)
     copies: dict[fx.Node, fx.Node] = {}
     for node in content.placeholders:
-        copies[node] = placeholder(graph, roles[node].name)
+        copies[node] = new.placeholder(roles[node].name)
         copies[node].meta = dict(node.meta)
     written = [(value, port.name) for value, port in content.outputs if port.role is Role.BUFFER_UPDATE]
     buffers = {roles[node].name: copies[node] for node in content.placeholders if roles[node].role is Role.BUFFER}
     unread = [name for _, name in written if name not in buffers]
-    buffers |= {name: placeholder(graph, name) for name in unread}
+    buffers |= {name: new.placeholder(name) for name in unread}
     for node in content.values:
-        copies[node] = placeholder(graph, node.name)
+        copies[node] = new.placeholder(node.name)
         copies[node].meta = dict(node.meta)
     assert {value for value, _ in content.outputs} <= set(content.nodes), "outputs are computed"
     gradients = [(value, port.name) for value, port in content.outputs if port.role is Role.GRADIENT]
     accumulators: dict[str, fx.Node] = {}
+    terms: dict[fx.Node, list[str]] = defaultdict(list)
     for value, name in gradients:
+        terms[value].append(name)
         if name not in accumulators:
-            accumulators[name] = placeholder(graph, f"grad_{name}")
+            accumulators[name] = new.placeholder(f"grad_{name}")
             summed = joint.grad_dtypes.get(name, value.meta["val"].dtype)
             accumulators[name].meta["val"] = value.meta["val"].to(summed)
     random = any(is_random(node) for node in content.nodes)
-    seed = placeholder(graph, "seed") if random else None
+    seed = new.placeholder("seed") if random else None
     for node in content.nodes:
         if is_random(node):
             args: Any = fx.map_arg(node.args, lambda n: copies[n])
@@ -143,8 +163,8 @@ def build_phase(split: Split, key: PhaseKey, content: Content, results: set[fx.N
             copies[node] = graph.call_function(seeded, (op, stream, seed, *args), dict(node.kwargs))
             copies[node].meta = dict(node.meta)
         else:
-            copies[node] = graph.node_copy(node, lambda n: copies[n])
-        for name in (name for value, name in gradients if value is node):
+            copies[node] = copy_node(graph, node, copies)
+        for name in terms.get(node, ()):
             graph.call_function(aten.add_.Tensor, (accumulators[name], in_range_of(accumulators[name], copies[node])))
     for value, name in written:
         graph.call_function(aten.copy_.default, (buffers[name], copies[value]))
@@ -154,7 +174,7 @@ def build_phase(split: Split, key: PhaseKey, content: Content, results: set[fx.N
     return Phase(
         stage=stage,
         kind=kind,
-        module=fx.GraphModule(torch.nn.Module(), accumulate_in_products(graph), f"{kind}{stage}"),
+        module=graph_module(torch.nn.Module(), accumulate_in_products(graph), f"{kind}{stage}"),
         ports=(*(roles[node] for node in content.placeholders), *(Port(Role.BUFFER, name) for name in unread)),
         values=tuple(node.name for node in content.values),
         gradients=tuple(accumulators),
@@ -180,9 +200,16 @@ def identifier(name: str) -> str:
     return re.sub(r"\W|^(?=\d)", "_", name)
 
 
-def placeholder(graph: fx.Graph, name: str) -> fx.Node:
-    """A new placeholder of the graph, with an identifier made from `name` that no other placeholder has."""
-    taken = {node.target for node in graph.find_nodes(op="placeholder")}
-    base = identifier(name)
-    names = (f"{base}_{k}" if k else base for k in itertools.count())
-    return graph.placeholder(next(candidate for candidate in names if candidate not in taken))
+class Placeholders:
+    """Gives a graph its placeholders."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph, self.taken = graph, set[str]()
+
+    def placeholder(self, name: str) -> fx.Node:
+        """A new placeholder, with an identifier made from `name` that no other placeholder has."""
+        base = identifier(name)
+        names = (f"{base}_{k}" if k else base for k in itertools.count())
+        target = next(candidate for candidate in names if candidate not in self.taken)
+        self.taken.add(target)
+        return self.graph.placeholder(target)

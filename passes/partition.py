@@ -211,29 +211,26 @@ def balanced_cuts(
     ends = [0, *candidates, len(line.forward)]
     enter = crossing / bytes_per_s
 
-    def stage_s(start: int, end: int) -> float:
-        """The time that bounds the rate of a stage between two positions: that of its work, or of what enters it."""
-        return float(max(work[end] - work[start], enter[start]))
-
-    starts = cheapest_path(ends, stage_count, stage_s, crossing)
-    return level_ranks(starts, ends, placement, stage_s, crossing) if len(set(placement)) < stage_count else starts
+    # The time that bounds the rate of a stage between two of `ends`: that of its work, or of what enters it.
+    stage_s = numpy.maximum(work[ends][None, :] - work[ends][:, None], enter[ends][:, None])
+    places = cheapest_path(stage_s, stage_count, crossing[ends])
+    if len(set(placement)) < stage_count:
+        places = level_ranks(places, placement, stage_s, crossing[ends])
+    return [ends[place] for place in places]
 
 
 def level_ranks(
-    starts: list[int],
-    ends: Sequence[int],
-    placement: Sequence[int],
-    stage_s: Callable[[int, int], float],
-    crossing: numpy.ndarray,
+    starts: list[int], placement: Sequence[int], stage_s: numpy.ndarray, crossing: numpy.ndarray
 ) -> list[int]:
     """Move one cut at a time as long as the loads of ranks get more even, and the heaviest rank no heavier. No cut
     moves to where more crosses than at the fullest cut of `starts`."""
+    end = len(crossing) - 1
 
     def loads(cuts: Sequence[int]) -> tuple[float, float]:
         """The seconds of the heaviest rank, and the sum of the squares of all ranks' seconds."""
         ranks = [0.0] * (max(placement) + 1)
-        for rank, (start, end) in zip(placement, pairwise([ends[0], *cuts, ends[-1]]), strict=True):
-            ranks[rank] += stage_s(start, end)
+        for rank, between in zip(placement, pairwise([0, *cuts, end]), strict=True):
+            ranks[rank] += float(stage_s[between])
         return max(ranks), sum(load**2 for load in ranks)
 
     fullest = max(crossing[k] for k in starts)
@@ -241,21 +238,19 @@ def level_ranks(
     while moved:
         moved = False
         for index in range(len(starts)):
-            bounds = [ends[0], *starts, ends[-1]]
-            low, _, high = bounds[index : index + 3]
-            for position in [k for k in ends if low < k < high and crossing[k] <= fullest]:
-                cuts = [*starts[:index], position, *starts[index + 1 :]]
+            low, _, high = [0, *starts, end][index : index + 3]
+            for place in [k for k in range(low + 1, high) if crossing[k] <= fullest]:
+                cuts = [*starts[:index], place, *starts[index + 1 :]]
                 found = loads(cuts)
                 if found[0] <= best[0] and found[1] < best[1] * (1 - 1e-9):
                     best, starts, moved = found, cuts, True
     return starts
 
 
-def cheapest_path(
-    ends: Sequence[int], stage_count: int, stage_s: Callable[[int, int], float], crossing: numpy.ndarray
-) -> list[int]:
-    """The `stage_count - 1` of the positions in `ends` at which to cut: a shortest path from its first to its last."""
-    limit = least_heaviest(ends, stage_count, stage_s) * STAGE_SLACK
+def cheapest_path(stage_s: numpy.ndarray, stage_count: int, crossing: numpy.ndarray) -> list[int]:
+    """The `stage_count - 1` places at which to cut: a shortest path from the first to the last. A stage between places
+    i and j takes `stage_s[i, j]`, and `crossing[i]` bytes enter it."""
+    end, limit = len(crossing) - 1, least_heaviest(stage_s, stage_count) * STAGE_SLACK
     graph = networkx.DiGraph()
     graph.add_node((0, 0))
     frontier = {0}
@@ -263,25 +258,21 @@ def cheapest_path(
         reached = set()
         for i in frontier:
             last = stage == stage_count - 1
-            for j in [len(ends) - 1] if last else range(i + 1, len(ends) - (stage_count - 1 - stage)):
-                seconds = stage_s(ends[i], ends[j])
+            for j in [end] if last else range(i + 1, end + 1 - (stage_count - 1 - stage)):
+                seconds = float(stage_s[i, j])
                 if seconds > limit:
                     break
                 # Of paths with equal bytes, but for fractions of one, the most even has the least sum of squares.
-                graph.add_edge((stage, i), (stage + 1, j), weight=float(crossing[ends[i]]) + (seconds / limit) ** 2)
+                graph.add_edge((stage, i), (stage + 1, j), weight=float(crossing[i]) + (seconds / limit) ** 2)
                 reached.add(j)
         frontier = reached
-    path = networkx.shortest_path(graph, (0, 0), (stage_count, len(ends) - 1), weight="weight")
-    return [ends[i] for _, i in path[1:-1]]
+    path = networkx.shortest_path(graph, (0, 0), (stage_count, end), weight="weight")
+    return [i for _, i in path[1:-1]]
 
 
-def least_heaviest(ends: Sequence[int], stage_count: int, stage_s: Callable[[int, int], float]) -> float:
+def least_heaviest(stage_s: numpy.ndarray, stage_count: int) -> float:
     """The least possible time of the heaviest of `stage_count` stages, by dynamic programming over the last stage."""
-    count = len(ends)
-    cost = numpy.full((count, count), numpy.inf)
-    for i in range(count):
-        for j in range(i + 1, count):
-            cost[i, j] = stage_s(ends[i], ends[j])
+    cost = numpy.where(numpy.triu(numpy.ones(stage_s.shape, dtype=bool), 1), stage_s, numpy.inf)
     best = cost[0]
     for _ in range(stage_count - 1):
         best = numpy.min(numpy.maximum(best[:, None], cost), axis=0)

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from zbfx._torch import graph_module
 from zbfx.graphs import Joint, Stage, copy_graph
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -76,4 +77,4 @@ def stage_with_numbers(stage: Stage, numbers: Callable[[Any], Any]) -> Stage:
 
 
 def module_with_numbers(module: fx.GraphModule, numbers: Callable[[Any], Any]) -> fx.GraphModule:
-    return fx.GraphModule(module, with_numbers(module.graph, numbers), module.__class__.__name__)
+    return graph_module(module, with_numbers(module.graph, numbers), module.__class__.__name__)

@@ -16,7 +16,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "source.op == 'call_function'",
         ),
         "passes/cluster.py": ("node.op == 'call_function'",),
-        "passes/extract.py": ("node.op == 'placeholder'", "n.op == 'placeholder'", "n.op != 'placeholder'"),
+        "passes/extract.py": ("node.op == 'placeholder'", "node.op != 'placeholder'"),
         "passes/nodes.py": ("node.op != 'call_function'",),
         "passes/partition.py": ("value.op == 'placeholder'", "IS_PLACED in user.meta"),
         "passes/positions.py": ("node.op == 'call_function'", "node.op != 'call_function'", "IS_PLACED in node.meta"),

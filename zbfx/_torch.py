@@ -38,6 +38,7 @@ _torchdynamo_orig_callable, ...     2.11.0, 2.13.0   functions and modules that 
 _check_tensor_all_with              2.11.0, 2.13.0   what torch._check_tensor_all calls
 checkpoint._recomputation_hook      2.11.0, 2.13.0   what is around code that computes a checkpointed part again
 torch.autograd._profiler_enabled    2.11.0, 2.13.0   whether torch.profiler, or emit_nvtx, records what runs
+_LazyGraphModule                    2.11.0, 2.13.0   a graph module whose code is made when it is asked for
 _functionalize_mutation_counter     2.11.0, 2.13.0   how often a tensor was written under the tracer
 _execution_engine.queue_callback    2.11.0, 2.13.0   runs at the end of a backward
 Node.metadata["traceback_"]         2.13.0           where the forward ran whose backward an autograd node is
@@ -74,6 +75,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.checkpoint import filesystem as checkpoint_files
 from torch.distributed.checkpoint import metadata as checkpoint_records
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn.modules import transformer
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -379,13 +381,18 @@ def capture_joint(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphModule
     """The functional joint graph of `module(*inputs)`, whose parameters, buffers and inputs are fake tensors. Autograd
     itself runs under the tracer, so custom Functions, hooks and checkpointing are what they are in eager (torch.export
     would trace the forward alone and differentiate that)."""
-    with contextlib.ExitStack() as stack, fx.traceback.preserve_node_meta(), exporting():
+    with contextlib.ExitStack() as stack, fx.traceback.preserve_node_meta(), exporting(), _use_lazy_graph_module(True):
         stack.callback(module.register_forward_pre_hook(enable_saved_tensor_hooks).remove)
         joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs))
         graph_module = joint.graph_module
         for node in graph_module.graph.nodes:
             node.meta["is_backward"] = node.meta.get("partitioner_tag") != "is_forward"
         return graph_module
+
+
+def graph_module(root: nn.Module | dict[str, nn.Module], graph: fx.Graph, name: str) -> fx.GraphModule:
+    """The module of a graph. Its code is made at the first call, or when it is printed."""
+    return _LazyGraphModule(root, graph, name)
 
 
 def forward_lines(frame: FrameType) -> Sequence[str]:

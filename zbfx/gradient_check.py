@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zbfx import rng
-from zbfx._torch import recomputing_within, set_gradient_dtype
+from zbfx._torch import graph_module, recomputing_within, set_gradient_dtype
 from zbfx.arguments import checked_seed, finite_number, kind_of
 from zbfx.comm.local import Mailbox
 from zbfx.compiled import Compiled
@@ -282,7 +282,7 @@ class JointInterpreter(fx.Interpreter):
 
     def __init__(self, joint: Joint, seed: int, repeats: Mapping[str, str]) -> None:
         """`repeats`: the random nodes that draw again what another drew, by name."""
-        super().__init__(fx.GraphModule(nn.Module(), joint.graph))
+        super().__init__(graph_module(nn.Module(), joint.graph, "Joint"))
         self.seed, self.repeats = seed, repeats
 
     def run_node(self, n: fx.Node) -> Any:

@@ -262,6 +262,15 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     """A copy of a graph, with the names and metadata of its nodes."""
     copy = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
-    output = copy.graph_copy(graph, nodes)
-    copy.output(output).meta = dict(graph.output_node().meta)
+    for node in graph.nodes:
+        nodes[node] = copy_node(copy, node, nodes)
+    return copy
+
+
+def copy_node(graph: fx.Graph, node: fx.Node, nodes: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """A copy of a node of another graph, on the copies of its arguments that `nodes` gives. Arguments come after the
+    node: `Graph.create_node` looks at each of them, which takes it longer than all else."""
+    copy = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+    copy.args, copy.kwargs = fx.map_arg((node.args, node.kwargs), nodes.__getitem__)
+    copy.meta = dict(node.meta)
     return copy

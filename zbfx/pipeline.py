@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -27,7 +28,7 @@ from zbfx.fit import fit
 from zbfx.graphs import Stage
 from zbfx.memo import Memo
 from zbfx.memory.predict import MemoryReport, RankMemory, resolved
-from zbfx.modes import Modes
+from zbfx.modes import Modes, uncollected
 from zbfx.options import Options, checked_cuts, checked_device, checked_examples, checked_model, checked_overlap
 from zbfx.plan import CostTable
 from zbfx.program.boxed import Compiler
@@ -163,13 +164,16 @@ def compile(
         refuse_measuring(local, options.measures)
         chosen = {"device": device, "batch_dims": batch_dims, "grad_dtype": options.grad_dtype}
         tracing = modes.traced()(partial(trace, model, loss_fn, inputs, kwargs, targets, **chosen))
-        raw, signature = on_all_ranks("compile (the trace)", tracing, asked)
-        raw = separate_count(raw)
-        examples = tuple(signature.flatten((*inputs, *targets), kwargs))
-        reduction = Reduction.of(raw, loss_reduction, microbatches)
-        traced, memo = Traced(raw, canonical(raw, options), signature, examples, reduction), Memo()
-        source = Source(model, loss_fn, Guard.of(model, loss_fn), modes, local)
-        compiled = self_checked(fit(traced, resolved(options), memo), source)
+        with uncollected():
+            raw, signature = on_all_ranks("compile (the trace)", tracing, asked)
+            raw = separate_count(raw)
+            examples = tuple(signature.flatten((*inputs, *targets), kwargs))
+            reduction = Reduction.of(raw, loss_reduction, microbatches)
+            traced, memo = Traced(raw, canonical(raw, options), signature, examples, reduction), Memo()
+            source = Source(model, loss_fn, Guard.of(model, loss_fn), modes, local)
+        with nullcontext() if options.measures else uncollected():  # what was measured is let go at once
+            fitted = fit(traced, resolved(options), memo)
+        compiled = self_checked(fitted, source)
         return Pipeline(compiled, source, memo(Compiler, options.runs.compiles))
 
 

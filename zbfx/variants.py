@@ -17,6 +17,7 @@ from zbfx.compiled import Compiled
 from zbfx.costs.estimate import Formulas, estimate, formulas, hardware_of
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Joint, Role, Stage, copy_graph
+from zbfx.modes import uncollected
 from zbfx.passes.partition import place_like, place_same
 from zbfx.passes.sizes import joint_with_numbers, stage_with_numbers
 from zbfx.plan import Action, CostTable, Kind
@@ -47,6 +48,10 @@ class Variants:
     def of(self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, *, evaluation: bool) -> Compiled:
         """The pipeline for a microbatch like (args, kwargs), planned anew for its costs: to train, or to evaluate.
         Raises `ZbfxError` if the model reads other parameters for it than a stage's rank holds."""
+        with uncollected():
+            return self.made(args, kwargs, microbatches, evaluation)
+
+    def made(self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, evaluation: bool) -> Compiled:
         notes: tuple[str, ...] = ()
         if self.symbolic:
             try:

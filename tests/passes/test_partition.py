@@ -105,8 +105,7 @@ def test_messages_weigh_only_where_they_take_longer_than_the_work() -> None:
 def test_ranks_are_level_where_they_hold_several_stages() -> None:
     """Ten layers of 1 s and a head of 6 s, down two ranks and up again: 8 s each, for stages of 2, 4, 4 and 6."""
     work = numpy.cumsum([0.0, *[1.0] * 10, 6.0])
-    ends, crossing = range(12), numpy.ones(12)
-    found = level_ranks([3, 6, 9], ends, (0, 1, 1, 0), lambda start, end: float(work[end] - work[start]), crossing)
+    found = level_ranks([3, 6, 9], (0, 1, 1, 0), work[None, :] - work[:, None], numpy.ones(12))
     first, second, third = found
     assert (first + work[11] - work[third], work[third] - work[first]) == (8.0, 8.0)
     assert first < second < third
@@ -115,5 +114,5 @@ def test_ranks_are_level_where_they_hold_several_stages() -> None:
 def test_cuts_stay_where_more_would_cross() -> None:
     work = numpy.cumsum([0.0, *[1.0] * 8, 4.0])
     crossing = numpy.array([1.0, 1.0, 9.0, 1.0, 9.0, 1.0, 9.0, 1.0, 9.0, 1.0])
-    found = level_ranks([1, 3, 5], range(10), (0, 1, 1, 0), lambda a, b: float(work[b] - work[a]), crossing)
+    found = level_ranks([1, 3, 5], (0, 1, 1, 0), work[None, :] - work[:, None], crossing)
     assert all(crossing[cut] == 1.0 for cut in found)

@@ -119,11 +119,12 @@ def stage_terms(stage: Stage, hardware: Hardware) -> dict[str, Any]:
     def phase_s(kind: Kind) -> Any:
         return total(node_s(node, hardware, expression) for node in stage.phases[kind].module.graph.nodes)
 
+    forward_s, input_s, weight_s = map(phase_s, (Kind.F, Kind.B, Kind.W))
     return {
-        "forward_s": phase_s(Kind.F),
-        "backward_input_s": phase_s(Kind.B),
-        "backward_weight_s": phase_s(Kind.W),
-        "beside_s": phase_s(Kind.B) + hardware.beside * phase_s(Kind.W),
+        "forward_s": forward_s,
+        "backward_input_s": input_s,
+        "backward_weight_s": weight_s,
+        "beside_s": input_s + hardware.beside * weight_s,
         "saved_bytes": stage.saved_bytes,
         "weight_saved_bytes": stage.weight_saved_bytes,
         "static_bytes": stage_static_bytes(stage),

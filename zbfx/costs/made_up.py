@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zbfx._torch import aten
+from zbfx._torch import aten, graph_module
 from zbfx.graphs import Phase, Stage, copy_graph
 from zbfx.rng import seeded
 
@@ -129,7 +129,7 @@ def without_checks(phase: Phase) -> Phase:
     for node in graph.nodes:
         if is_check(node):
             graph.erase_node(node)
-    return replace(phase, module=fx.GraphModule(phase.module, graph, phase.name))
+    return replace(phase, module=graph_module(phase.module, graph, phase.name))
 
 
 def has_checks(phase: Phase) -> bool:

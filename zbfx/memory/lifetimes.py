@@ -97,6 +97,8 @@ def inherited(node: fx.Node, values: Mapping[fx.Node, Slots]) -> Any:
     if node.target is seeded:
         return NEW
     if node.target in PERHAPS_VIEWS:
+        if same_storage(fake(node), fake(source)):
+            return values[source]
         result = node.target(*fx.map_arg(node.args, fake), **fx.map_arg(node.kwargs, fake))
         return values[source] if same_storage(result, fake(source)) else NEW
     if is_view(node) or writes_first(node):

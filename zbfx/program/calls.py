@@ -3,7 +3,9 @@ In: a `Phase`, with the names of the values that it takes and returns. Out: a mo
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -149,14 +151,32 @@ def kind_of_tensor(value: Tensor, dtype: torch.dtype) -> str:
     return f"{dtype} of shape {tuple(value.shape)} on {value.device.type}"
 
 
-def bundles_of(stages: Sequence[Stage], index: int) -> dict[Kind, list[tuple[str, ...]]]:
+@dataclass(frozen=True)
+class Readers:
+    """By the name of a value, the stages that read it; and the names of all that a W reads."""
+
+    stages: Mapping[str, frozenset[int]]
+    in_w: frozenset[str]
+
+    @classmethod
+    def of(cls, stages: Sequence[Stage]) -> Readers:
+        found: dict[str, set[int]] = defaultdict(set)
+        for stage in stages:
+            for name in (name for phase in stage.phases.values() for name in phase.values):
+                found[name].add(stage.index)
+        in_w = frozenset(name for stage in stages for name in stage.phases[Kind.W].values)
+        return cls({name: frozenset(read) for name, read in found.items()}, in_w)
+
+    def last(self, name: str) -> Kind:
+        return Kind.W if name in self.in_w else Kind.B
+
+
+def bundles_of(stage: Stage, readers: Readers) -> dict[Kind, list[tuple[str, ...]]]:
     """For F and B of a stage, the values that no other stage reads, bundled by the phase that reads them last."""
-    stage = stages[index]
-    elsewhere = {name for other in stages if other is not stage for p in other.phases.values() for name in p.values}
     bundles: dict[Kind, list[tuple[str, ...]]] = {Kind.W: []}
     last_reader = {name: kind for kind in (Kind.B, Kind.W) for name in stage.phases[kind].values}
     for maker in (Kind.F, Kind.B):
-        own = [name for name in stage.phases[maker].results if name not in elsewhere]
+        own = [name for name in stage.phases[maker].results if readers.stages[name] <= {stage.index}]
         by_reader = [tuple(name for name in own if last_reader[name] is reader) for reader in (Kind.B, Kind.W)]
         bundles[maker] = [bundle for bundle in by_reader if bundle]
     return bundles

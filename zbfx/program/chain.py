@@ -13,7 +13,7 @@ runs again."""
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
@@ -138,29 +138,46 @@ def loss_positions(
     return tuple(positions[rank] for rank in range(len(orders)))
 
 
+@dataclass(frozen=True)
+class Unfused:
+    """A schedule's actions, with B and W in the place of BW: each rank's in order, and by action the second at which it
+    starts in the plan and its place in its rank's order."""
+
+    ranks: tuple[tuple[Action, ...], ...]
+    start_s: Mapping[Action, float]
+    places: Mapping[Action, int]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Unfused:
+        ranks = tuple(tuple(part for action in order for part in parts(action)) for order in schedule.ranks)
+        return cls(
+            ranks,
+            {part: span.start_s for spans in schedule.spans for span in spans for part in parts(span.action)},
+            {action: place for order in ranks for place, action in enumerate(order)},
+        )
+
+
 class RankChain:
     """One rank's part in the chain: what it gets from and sends to its neighbours, and when it posts its receives.
     `incoming` are the rank's messages and the loss, those of one sender in the order in which it sends them. `dropped`
     are the messages that a prefix sends and that this rank reads after its own prefix."""
 
-    def __init__(self, chain: Chain, schedule: Schedule, incoming: Sequence[Message], rank: int) -> None:
+    def __init__(self, chain: Chain, unfused: Unfused, incoming: Sequence[Message], rank: int) -> None:
         self.chain, self.rank, self.loss = chain, rank, chain.loss
         self.validates = chain.state is not None  # whether this rank looks at an optimizer step's verdict
         self.prefix, self.loss_at = chain.prefix[rank], chain.loss_at[rank]
         self.before, self.after = chain.neighbours(rank)
         self.later = chain.ranks[chain.ranks.index(rank) + 1 :]  # they hear of a verdict before this rank does
-        orders = [[part for action in order for part in parts(action)] for order in schedule.ranks]
-        self.early = {a for order, count in zip(orders, chain.prefix, strict=True) for a in order[:count]}
+        self.early = {a for order, count in zip(unfused.ranks, chain.prefix, strict=True) for a in order[:count]}
         self.dropped = tuple(filter(self.is_read_late, incoming))
         self.incoming = list(incoming)
         loss, _ = self.passed_on(Passed.LOSS)
         if loss is not None:
-            sent_at = {action: k + 1 for order in orders for k, action in enumerate(order)}
             place = next(
                 (
                     k
                     for k, m in enumerate(incoming)
-                    if m.producer and m.source == loss.source and sent_at[m.producer] > chain.loss_at[loss.source]
+                    if m.producer and m.source == loss.source and unfused.places[m.producer] >= chain.loss_at[m.source]
                 ),
                 len(incoming),
             )

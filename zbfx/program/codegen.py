@@ -15,10 +15,10 @@ from torch import fx
 
 from zbfx.errors import InvalidSchedule, listed
 from zbfx.graphs import Phase, Stage
-from zbfx.plan import Action, Kind, parts
+from zbfx.plan import Action, Kind
 from zbfx.program import streams
-from zbfx.program.calls import Item, PhaseCall, arguments_of, bundles_of, packing_of
-from zbfx.program.chain import Chain, RankChain, chain_of, loss_layout, loss_rank, order_of_ranks
+from zbfx.program.calls import Item, PhaseCall, Readers, arguments_of, bundles_of, packing_of
+from zbfx.program.chain import Chain, RankChain, Unfused, chain_of, loss_layout, loss_rank, order_of_ranks
 from zbfx.program.messages import Message, SharedGradient, messages_of, release_positions, shared_gradients
 from zbfx.program.rank_graph import RankGraph, Relay
 from zbfx.program.reductions import Bucket, RankReductions
@@ -64,8 +64,8 @@ def generate(
         ranks = order_of_ranks(schedule, loss_rank(stages, schedule.costs.placement))
         chain = chain_of(schedule, messages, ranks, loss_layout(stages))
     summed: Sequence[RankReductions | None] = reductions or [None] * len(schedule.ranks)
-    parts = [RankProgram(stages, schedule, messages, shared, rank, own, chain) for rank, own in enumerate(summed)]
-    return tuple(part.generate() for part in parts)
+    whole = Whole(stages, schedule, Unfused.of(schedule), messages, shared, Readers.of(stages), chain)
+    return tuple(RankProgram(whole, rank, own).generate() for rank, own in enumerate(summed))
 
 
 def refuse_writes_out_of_order(stages: Sequence[Stage], schedule: Schedule) -> None:
@@ -82,38 +82,42 @@ def refuse_writes_out_of_order(stages: Sequence[Stage], schedule: Schedule) -> N
 
 def optimizer_program(chain: Chain, schedule: Schedule, rank: int) -> Program:
     """What a rank does after its step: passes the state of all gradients on and steps its optimizer."""
-    nodes, part = RankGraph(), RankChain(chain, schedule, (), rank)
+    nodes, part = RankGraph(), RankChain(chain, Unfused.of(schedule), (), rank)
     Relay(nodes, part).optimizer_step()
     return Program(rank, nodes.module(f"Optimizer{rank}"), nodes.messages, part)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What the programs of all ranks are made of."""
+
+    stages: Sequence[Stage]
+    schedule: Schedule
+    unfused: Unfused
+    messages: Sequence[Message]
+    shared: Sequence[SharedGradient]
+    readers: Readers
+    chain: Chain
 
 
 class RankProgram:
     """Builds the graph of one rank. `values` maps (value or bundle, microbatch) to the node that holds it."""
 
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        schedule: Schedule,
-        messages: Sequence[Message],
-        shared: Sequence[SharedGradient],
-        rank: int,
-        reductions: RankReductions | None,
-        chain: Chain,
-    ) -> None:
-        self.stages, self.schedule, self.rank = stages, schedule, rank
-        self.order = [part for action in schedule.ranks[rank] for part in parts(action)]
+    def __init__(self, whole: Whole, rank: int, reductions: RankReductions | None) -> None:
+        self.whole, self.stages, self.rank = whole, whole.stages, rank
+        self.order, schedule = whole.unfused.ranks[rank], whole.schedule
         self.beside = dict(schedule.beside)
         self.guests = {host: guest for guest, host in schedule.beside}
-        self.outgoing = [m for m in messages if m.source == rank]
-        self.incoming = [m for m in messages if m.target == rank]
+        self.outgoing = [m for m in whole.messages if m.source == rank]
+        self.incoming = [m for m in whole.messages if m.target == rank]
         self.reductions = reductions or RankReductions(())
         self.nodes = RankGraph()
         self.microbatches = [self.nodes.graph.placeholder(f"microbatch_{k}") for k in range(schedule.microbatches)]
         self.values: dict[tuple[Item, int], fx.Node] = {}
-        self.part = RankChain(chain, schedule, self.incoming, rank)
+        self.part = RankChain(whole.chain, whole.unfused, self.incoming, rank)
         self.relay = Relay(self.nodes, self.part)
         buckets = None if reductions is None else [bucket for bucket in reductions.buckets if bucket.shared]
-        held = [gradient for gradient in shared if rank in gradient.holders]
+        held = [gradient for gradient in whole.shared if rank in gradient.holders]
         self.shared_sums = SharedSums(self.nodes, held, schedule.costs.placement, rank, buckets)
         self.verdict = (0, 0)
         self.batch_loss: tuple[fx.Node, ...] = ()
@@ -156,7 +160,7 @@ class RankProgram:
         return Program(self.rank, module, nodes.messages, self.part, reductions.buckets, self.verdict)
 
     def releases(self) -> dict[int, list[Message]]:
-        releases = release_positions(self.outgoing, self.schedule, self.rank)
+        releases = release_positions(self.outgoing, self.order, self.whole.unfused.start_s)
         moved: dict[int, list[Message]] = defaultdict(list)
         for position, found in sorted(releases.items()):
             for message in found:
@@ -213,19 +217,20 @@ class RankProgram:
         known = self.nodes.modules.get(phase.name)
         if isinstance(known, PhaseCall):
             return known
-        bundles = bundles_of(self.stages, phase.stage)
+        bundles = bundles_of(self.stages[phase.stage], self.whole.readers)
         call = PhaseCall(phase, arguments_of(phase, bundles), packing_of(phase, bundles[phase.kind]))
         self.nodes.modules[phase.name] = call
         return call
 
     def unpack(self, node: fx.Node, items: Sequence[Item], microbatch: int) -> None:
         for index, item in enumerate(items):
-            name = f"{item}_m{microbatch}" if isinstance(item, str) else f"{node.name}_for_{self.last_reader(item[0])}"
+            name = (
+                f"{item}_m{microbatch}"
+                if isinstance(item, str)
+                else f"{node.name}_for_{self.whole.readers.last(item[0])}"
+            )
             value = self.nodes.graph.create_node("call_function", operator.getitem, (node, index), name=name)
             self.values[item, microbatch] = value
-
-    def last_reader(self, name: str) -> Kind:
-        return Kind.W if any(name in stage.phases[Kind.W].values for stage in self.stages) else Kind.B
 
 
 def by_action(messages: Iterable[tuple[Action, Message]]) -> dict[Action, list[Message]]:

@@ -71,21 +71,20 @@ class SharedGradient:
 def messages_of(stages: Sequence[Stage], schedule: Schedule) -> list[Message]:
     """Every message of a step, each sender's in the order in which it sends them."""
     placement = schedule.costs.placement
-    needs: dict[tuple[int, Kind, int], list[str]] = defaultdict(list)  # (source stage, phase, target stage) -> names
+    needs: dict[tuple[int, Kind], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))  # -> by target stage
     for stage in stages:
         for name in dict.fromkeys(name for kind in (Kind.F, Kind.B, Kind.W) for name in stage.phases[kind].values):
             source, kind = stage.origins[name]
             if placement[source] != placement[stage.index]:
-                needs[source, kind, stage.index].append(name)
+                needs[source, kind][stage.index].append(name)
     messages = []
     for rank, order in enumerate(schedule.ranks):
         for producer in (part for action in order for part in parts(action)):
-            for (source, kind, target), names in sorted(needs.items(), key=lambda item: item[0][2]):
-                if (source, kind) == (producer.stage, producer.kind):
-                    reader = Kind.F if kind is Kind.F and source < target else Kind.B
-                    ends = producer, Action(reader, target, producer.microbatch), rank, placement[target]
-                    layouts = tuple(layout_of(stages[target].examples[name]) for name in names)
-                    messages.append(Message(f"{producer}>{target}", *ends, tuple(names), layouts))
+            for target, names in needs.get((producer.stage, producer.kind), {}).items():  # targets ascend
+                reader = Kind.F if producer.kind is Kind.F and producer.stage < target else Kind.B
+                ends = producer, Action(reader, target, producer.microbatch), rank, placement[target]
+                layouts = tuple(layout_of(stages[target].examples[name]) for name in names)
+                messages.append(Message(f"{producer}>{target}", *ends, tuple(names), layouts))
     return messages
 
 
@@ -150,13 +149,13 @@ def post_positions(
     return posts
 
 
-def release_positions(outgoing: Sequence[Message], schedule: Schedule, rank: int) -> dict[int, list[Message]]:
+def release_positions(
+    outgoing: Sequence[Message], order: Sequence[Action], start_s: Mapping[Action, float]
+) -> dict[int, list[Message]]:
     """Before which action of the rank's unfused order each sent message is let go: the first that starts, in the
     simulated timeline, once its consumer has started. Waiting there for the send to end costs nothing if the plan
     holds, and cannot deadlock: what the consumer waits for starts before it, and so before the action that waits.
     Messages for which no action is late enough are absent."""
-    start_s = {part: span.start_s for spans in schedule.spans for span in spans for part in parts(span.action)}
-    order = [part for action in schedule.ranks[rank] for part in parts(action)]
     starts = [start_s[action] for action in order]
     positions = {action: position for position, action in enumerate(order)}
     releases: dict[int, list[Message]] = defaultdict(list)

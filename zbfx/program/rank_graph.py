@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from torch import fx, nn
 
+from zbfx._torch import graph_module
 from zbfx.program import ops
 from zbfx.program.calls import BatchLoss, Bound, GradientBucket, ParameterBucket
 from zbfx.program.chain import Passed, RankChain
@@ -70,7 +71,7 @@ class RankGraph:
     def module(self, name: str, results: Sequence[fx.Node] = ()) -> fx.GraphModule:
         self.graph.output(tuple(results))
         self.graph.lint()
-        return fx.GraphModule(self.modules, self.graph, name)
+        return graph_module(self.modules, self.graph, name)
 
 
 class Relay:

@@ -226,14 +226,16 @@ def attributes_read(owner: Any) -> frozenset[str]:
     them. An attribute that no code reads may change freely, as a counter does."""
     classes = own_classes(owner)
     files = [vars(sys.modules[part.__module__]) for part in classes if part.__module__ in sys.modules]
-    found: set[str] = set()
-    codes = [code for space in (*map(vars, classes), *files) for value in space.values() for code in codes_of(value)]
-    while codes:
-        code = codes.pop()
-        found |= {str(step.argval) for step in dis.get_instructions(code) if step.opname in READS}
-        found |= {text for text in code.co_consts if isinstance(text, str) and text.isidentifier()}
-        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-    return frozenset(found)
+    codes = (code for space in (*map(vars, classes), *files) for value in space.values() for code in codes_of(value))
+    return frozenset[str]().union(*map(names_read, codes))
+
+
+@cache
+def names_read(code: CodeType) -> frozenset[str]:
+    """Those that this code reads, and the code inside it."""
+    found = {str(step.argval) for step in dis.get_instructions(code) if step.opname in READS}
+    found |= {text for text in code.co_consts if isinstance(text, str) and text.isidentifier()}
+    return frozenset(found).union(*(names_read(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 def codes_of(value: object) -> list[CodeType]:

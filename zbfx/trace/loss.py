@@ -16,6 +16,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor, fx
 
+from zbfx._torch import graph_module
 from zbfx.errors import TraceError, ZbfxError
 from zbfx.graphs import Joint, Role, TokenCount, copy_graph
 from zbfx.trace.signature import on_device
@@ -99,4 +100,4 @@ def token_count(joint: Joint, value: fx.Node) -> TokenCount:
             inputs.append(port.name)
         else:
             graph.erase_node(placeholder)
-    return TokenCount(fx.GraphModule(torch.nn.Module(), graph, "TokenCount"), tuple(inputs))
+    return TokenCount(graph_module(torch.nn.Module(), graph, "TokenCount"), tuple(inputs))
