@@ -31,7 +31,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "node.op == 'output'",
             "node.op == 'call_module'",
         ),
-        "zbfx/program/boxed.py": ("node.op != 'output'",),
+        "zbfx/program/boxed.py": ("node.op == 'placeholder'", "node.op != 'output'"),
         "zbfx/runtime/runner.py": ("node.op in ('placeholder', 'output')", "node.op == 'call_module'"),
         "zbfx/selfcheck.py": ("'val' in node.meta",),
         "zbfx/trace/first_forward.py": ("node.op == 'placeholder'",),

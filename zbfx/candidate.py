@@ -25,6 +25,7 @@ from zbfx.passes.recompute import Level, recompute
 from zbfx.passes.split import unsplit_notes
 from zbfx.plan import Action, CostTable, Kind
 from zbfx.program.boxed import Compiler
+from zbfx.progress import announce
 from zbfx.schedule import build, plan
 from zbfx.schedule.beside import run_beside
 from zbfx.schedule.schedule import Schedule
@@ -93,6 +94,7 @@ def candidate(traced: Traced, choice: Choice, options: Options, memo: Memo) -> C
 def staged(traced: Traced, placement: Sequence[int], levels: Levels, options: Options, memo: Memo) -> Staged:
     """The stages of a placement, each at its own level, and what they cost."""
     seconds, speed = memo(node_timer, traced.joint, options), hardware_of(options.device).link_bytes_per_s
+    announce(f"cutting the graph into {len(placement)} stages")
     placed = memo(verified, partition, traced.joint, placement, seconds=seconds, bytes_per_s=speed, cuts=options.cuts)
     if options.rebalance:
         placed = memo(rebalanced, placed, placement, seconds, options, memo)
@@ -154,6 +156,7 @@ def ordered(costs: CostTable, cap: tuple[float, ...] | None, one_by_one: bool, o
     """An order of actions for these costs; rank 0's on every rank."""
     if one_by_one:
         return serial(costs, options.microbatches)
+    announce("planning an order of actions")
     # Under a limit in bytes many orders are compared, each after one round of search.
     budget: dict[str, Any] = {"budget_s": CANDIDATE_S, "rounds": ROUNDS} if options.limits_bytes else {}
     found = plan(costs, options.microbatches, schedule=options.schedule, mem_limit=cap, **budget)

@@ -288,3 +288,9 @@ def checked_overlap(overlap: bool | None, device: torch.device) -> bool:
     if overlap not in (True, False, None):
         raise ZbfxError(f"overlap is True, False or None; found {overlap!r}")
     return device.type == "cuda" if overlap is None else bool(overlap)
+
+
+def checked_progress(progress: bool | None) -> bool | None:
+    if progress not in (True, False, None):
+        raise ZbfxError(f"progress is True, False or None; found {progress!r}")
+    return progress

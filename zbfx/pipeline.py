@@ -20,7 +20,7 @@ from zbfx.arguments import compared, whole_number
 from zbfx.between import canonical
 from zbfx.checkpoint.stored import kind_of_weights
 from zbfx.comm.channels import Channels
-from zbfx.comm.together import on_all_ranks, waiting
+from zbfx.comm.together import on_all_ranks, on_first_rank, waiting
 from zbfx.compiled import Compiled, Traced
 from zbfx.costs.links import measured_link
 from zbfx.errors import ZbfxError
@@ -29,10 +29,19 @@ from zbfx.graphs import Stage
 from zbfx.memo import Memo
 from zbfx.memory.predict import MemoryReport, RankMemory, resolved
 from zbfx.modes import Modes, uncollected
-from zbfx.options import Options, checked_cuts, checked_device, checked_examples, checked_model, checked_overlap
+from zbfx.options import (
+    Options,
+    checked_cuts,
+    checked_device,
+    checked_examples,
+    checked_model,
+    checked_overlap,
+    checked_progress,
+)
 from zbfx.plan import CostTable
 from zbfx.program.boxed import Compiler
 from zbfx.program.codegen import Program
+from zbfx.progress import announce, showing
 from zbfx.replicas import replicated
 from zbfx.report import subject
 from zbfx.runtime.bind import bound_step, local_step, process_place
@@ -78,6 +87,7 @@ def compile(
     check: bool | str = "auto",
     passes: Sequence[Pass] = (),
     trace_passes: bool | None = None,
+    progress: bool | None = None,
 ) -> Pipeline:
     """Compile `model` into a pipeline over `stages` ranks. Nothing of the model changes, and nothing runs on its data.
 
@@ -130,6 +140,8 @@ def compile(
                      joint graph, the split one, or each stage (docs/passes.md). `check` compares with the model before
     trace_passes     print what each of them did: time, lines of the graph before and after. None: if the variable
                      ZBFX_TRACE_PASSES is set
+    progress         say on stderr, on rank 0, what goes on once this call takes over two seconds. None: if stderr is a
+                     terminal. The logger "zbfx" gets the same at level DEBUG
 
     Raises `TraceError` where the model cannot be traced, naming the user's line; `InvalidSchedule` for an order that
     breaks a rule; `NoFeasibleSchedule` under a `mem_limit` that is too small; `ZbfxError`, their base, for the rest."""
@@ -158,13 +170,14 @@ def compile(
         trace_passes=checked_tracing(trace_passes),
     )
     asked = compared(options) | {"passes": [given.told for given in options.passes]}
-    modes = Modes.now()
-    with modes.fixed():
+    modes, told = Modes.now(), on_first_rank(checked_progress(progress))
+    with modes.fixed(), showing("zbfx.compile", told):
         local = local_parts(named_tensors(model, loss_fn))
         refuse_measuring(local, options.measures)
         chosen = {"device": device, "batch_dims": batch_dims, "grad_dtype": options.grad_dtype}
         tracing = modes.traced()(partial(trace, model, loss_fn, inputs, kwargs, targets, **chosen))
         with uncollected():
+            announce("tracing the model")
             raw, signature = on_all_ranks("compile (the trace)", tracing, asked)
             raw = separate_count(raw)
             examples = tuple(signature.flatten((*inputs, *targets), kwargs))

@@ -17,6 +17,7 @@ from zbfx.compiled import Compiled
 from zbfx.errors import TraceError, first_line
 from zbfx.gradient_check import Report, check_compiled
 from zbfx.passes.nodes import value_bytes
+from zbfx.progress import announce
 from zbfx.trace.guard import Source
 
 LARGEST_BYTES, LARGEST_NODES, LARGEST_S = 1 << 26, 3000, 0.02  # of values, of the graph, of a microbatch's work
@@ -34,6 +35,7 @@ def checked(pipe: Compiled, source: Source, choice: bool | str) -> Compiled:
     """Within one process: a model may have its data on one rank and none on another."""
     if choice is not True and not is_small(pipe, source):
         return pipe
+    announce("checking the pipeline on random microbatches")
     try:
         with undisturbed(pipe.device):
             report = check_compiled(pipe, source, 0, TOLERANCE, TOLERANCE**2)

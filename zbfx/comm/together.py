@@ -20,6 +20,11 @@ def is_alone() -> bool:
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
+def on_first_rank(value: Any) -> Any:
+    """The value on rank 0, False on the others."""
+    return value if is_alone() or dist.get_rank() == 0 else False
+
+
 @contextmanager
 def waiting(who: str, what: str) -> Iterator[None]:
     """What torch.distributed raises in here becomes a `PipelineFault`: `who` waits for `what`. Errors of this process's

@@ -24,7 +24,8 @@ from zbfx.memory.lifetimes import CUDA_GRANULE, Reading, call_effect, lifetimes,
 from zbfx.options import Options
 from zbfx.passes.nodes import is_view
 from zbfx.plan import CostTable, Kind, StageCost
-from zbfx.program.boxed import Boxed
+from zbfx.program.boxed import Boxed, code_of
+from zbfx.progress import announce
 from zbfx.rng import preserved_generators
 
 BESIDE = "W beside B"
@@ -91,6 +92,7 @@ def graph_seconds(graph: fx.Graph, hardware: Hardware, device: torch.device) -> 
         if node.op == "call_function" and not is_view(node) and "val" in node.meta:
             key = signature(node)
             if key not in known:
+                announce("timing operators", len(known) + 1)
                 known[key] = one_node_s(node, hardware, device)
             seconds[node.name] = known[key]
     return seconds
@@ -128,7 +130,12 @@ def measured_costs(
     # With several replicas the first `ranks` processes measure for all; the others put the same load on the machine.
     distributed = dist.is_initialized() and dist.get_world_size() % ranks == 0
     own = [s for s in stages if not distributed or placement[s.index] == dist.get_rank() % ranks]
-    found = measured_stages([prepared(stage, conditions) for stage in own], table, hardware, conditions)
+    ready = []
+    for number, stage in enumerate(own, start=1):
+        announce("preparing stages to time them", number, len(own))
+        ready.append(prepared(stage, conditions))
+    announce("timing stages")
+    found = measured_stages(ready, table, hardware, conditions)
     edges = table.edges
     if distributed:
         everywhere = exchange("compile (costs of stages)", found)
@@ -202,12 +209,16 @@ def measured_stages(
     ready: Sequence[Prepared], estimated: CostTable, hardware: Hardware, conditions: Conditions
 ) -> dict[int, Measured]:
     """The costs of a rank's stages. All of their phases are timed in turn, as a step runs them, once the device has the
-    clock that it keeps under load. A phase that refuses made-up values counts as the sum of its nodes."""
+    clock that it keeps under load; of phases that compute the same, one. A phase that refuses made-up values counts as
+    the sum of its nodes."""
     alone = {(one.stage.index, str(kind)): call for one in ready for kind, call in one.calls.items()}
     forward = {key: call for key, call in alone.items() if key[1] == Kind.F}
     pairs = {(one.stage.index, BESIDE): pair for one in ready if (pair := beside(one, conditions))}
     rounds = [alone, {**forward, **pairs}] if pairs else [alone]
-    seconds, *mixed = sustained_s(rounds, conditions.device, conditions.warm_s)
+    like = first_alike(ready)
+    timed = [{key: call for key, call in calls.items() if like[key] == key} for calls in rounds]
+    taken = sustained_s(timed, conditions.device, conditions.warm_s)
+    seconds, *mixed = ({key: found[like[key]] for key in calls} for found, calls in zip(taken, rounds, strict=True))
     found = {}
     for one in ready:
         index = one.stage.index
@@ -232,6 +243,18 @@ def measured_stages(
             cost = replace(cost, beside_s=cost.backward_input_s + hardware.beside * cost.backward_weight_s)
         found[index] = Measured(cost, one.call_bytes, notes)
     return found
+
+
+def first_alike(ready: Sequence[Prepared]) -> dict[TimedPart, TimedPart]:
+    """For each part of each stage, the first part that computes the same."""
+    first: dict[Any, TimedPart] = {}
+    like: dict[TimedPart, TimedPart] = {}
+    for one in ready:
+        codes = {str(kind): code_of(one.stage.phases[kind]) for kind in one.calls}
+        for part, code in {**codes, BESIDE: (codes.get(Kind.B), codes.get(Kind.W))}.items():
+            key = one.stage.index, part
+            like[key] = first.setdefault((part, code), key)
+    return like
 
 
 def runs_pairs(one: Prepared, conditions: Conditions) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -15,8 +15,10 @@ from torch.fx.graph import CodeGen
 from zbfx._torch import inductor
 from zbfx.graphs import Phase, copy_graph
 from zbfx.passes.seal import sealed
+from zbfx.progress import announce
 
 Boxed = Callable[[list[Any]], Any]
+Code = tuple[Any, ...]
 
 
 class TakesBox(CodeGen):
@@ -43,18 +45,41 @@ def boxed(phase: Phase) -> Boxed:
 
 class Compiler:
     """Makes functions of phases. If it `compiles`, inductor compiles a phase at its first call, and again for tensors
-    of another layout. Phases with random numbers run as they are, since compiled code would hold one seed."""
+    of another layout. Phases that compute the same, like those of stages of equal layers, share one function. Phases
+    with random numbers run as they are, since compiled code would hold one seed."""
 
     def __init__(self, compiles: bool) -> None:
         self.compiles = compiles
         self.known: dict[int, tuple[Phase, Boxed]] = {}
+        self.shared: dict[Code, Boxed] = {}
 
     def __call__(self, phase: Phase) -> Boxed:
         if not self.compiles or phase.is_random:
             return boxed(phase)
         if id(phase.module) not in self.known:
-            self.known[id(phase.module)] = phase, compiled(phase)
+            code = code_of(phase)
+            if code not in self.shared:
+                self.shared[code] = compiled(phase)
+            self.known[id(phase.module)] = phase, self.shared[code]
         return self.known[id(phase.module)][1]
+
+
+class NumberedNode(NamedTuple):
+    """A node, by its place in its graph."""
+
+    number: int
+
+
+def code_of(phase: Phase) -> Code:
+    """What a phase computes, up to names: its operators, on which values and constants, and the layouts of what it
+    reads. Phases with equal codes make equal results of equal arguments, and take as long."""
+    places = {node: NumberedNode(index) for index, node in enumerate(phase.module.graph.nodes)}
+    return tuple(
+        (node.op, compiled_for(node.meta.get("val")))
+        if node.op == "placeholder"
+        else (node.op, node.target, repr(fx.map_arg((node.args, node.kwargs), places.__getitem__)))
+        for node in places
+    )
 
 
 def compiled(phase: Phase) -> Boxed:
@@ -64,6 +89,7 @@ def compiled(phase: Phase) -> Boxed:
     def run(box: list[Any]) -> Any:
         layouts = tuple(map(compiled_for, box))
         if layouts not in made:
+            announce(f"compiling {phase.name}")
             made[layouts] = inductor(fx.GraphModule(torch.nn.Module(), sealed(phase.module.graph), phase.name), box)
         return made[layouts](box)
 
