@@ -54,7 +54,7 @@ def extract(split: Split) -> tuple[Stage, ...]:
     own: dict[PhaseKey, list[fx.Node]] = defaultdict(list)
     for node, kind in split.phase_of.items():
         own[placed.stage_of[node], kind].append(node)
-    order = Order(split)
+    order = NodeOrder(split)
     contents = {key: content_of(split, key, own[key], outputs[key], order) for key in keys}
     results: dict[PhaseKey, set[fx.Node]] = defaultdict(set)
     for content in contents.values():
@@ -82,7 +82,7 @@ def extract(split: Split) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-class Order:
+class NodeOrder:
     """The nodes of a joint graph, in its order, and the roles of its inputs."""
 
     def __init__(self, split: Split) -> None:
@@ -95,7 +95,7 @@ class Order:
 
 
 def content_of(
-    split: Split, key: PhaseKey, nodes: Sequence[fx.Node], outputs: list[tuple[fx.Node, Port]], order: Order
+    split: Split, key: PhaseKey, nodes: Sequence[fx.Node], outputs: list[tuple[fx.Node, Port]], order: NodeOrder
 ) -> Content:
     """What one phase computes and reads, to make these outputs and the values that other phases read. `nodes` are its
     own."""
