@@ -162,5 +162,8 @@ def over_processes(rank: int, form: Form, folder: str, steps: int, seed: int) ->
     step = pipe.bind(mesh if form.replicas > 1 else None, zero=form.zero, seed=seed)
     found = train(form, step, model, rank // form.ranks, folder, steps)
     if step.engine.shards is not None:
-        found["buckets"] = [(b.key, b.names, b.layouts) for b in step.engine.shards.buckets]
+        found["buckets"] = [
+            (b.key, b.names, [(tuple(layout.shape), tuple(layout.stride)) for layout in b.layouts])
+            for b in step.engine.shards.buckets
+        ]
     return found

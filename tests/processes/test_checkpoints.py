@@ -108,9 +108,9 @@ def whole_optimizer(ranks: Results) -> dict[str, dict[str, torch.Tensor]]:
             for key, value in states[0].items():
                 flat = torch.cat([state[key] for state in states]) if value.ndim else value
                 at = 0
-                for name, layout in zip(names, layouts, strict=True):
-                    size = torch.Size(layout.shape).numel()
-                    part = flat[at : at + size].as_strided(layout.shape, layout.stride) if value.ndim else flat
+                for name, (shape, stride) in zip(names, layouts, strict=True):
+                    size = torch.Size(shape).numel()
+                    part = flat[at : at + size].clone().as_strided(shape, stride) if value.ndim else flat
                     whole.setdefault(name, {})[key] = part
                     at += size
     return whole
