@@ -17,6 +17,7 @@ from zbfx.schedule.search.list_scheduling import Listed, ListScheduler
 from zbfx.schedule.search.rules import Rule, Turn, arrival_shapes, first_rules, most_in_flight
 from zbfx.timing.exact import Instance
 
+PASS_AND_RESULT = 1.4  # how long a pass and making its result take, in passes
 FIRST_OF_LARGE = 3  # rules tried before orders by hand
 PATIENCES = (0, 2, 1, 3, 4)
 Generate = Callable[[], Sequence[Sequence[int]]]
@@ -25,7 +26,7 @@ Generate = Callable[[], Sequence[Sequence[int]]]
 @dataclass
 class LargeSearch:
     """`pass_s`: how long the longest pass took so far. `deadline_s`: a reading of perf_counter, by which the result is
-    to be made, too, which takes about as long as a pass."""
+    to be made, too."""
 
     problem: Instance
     limits: Sequence[int] | None
@@ -37,7 +38,7 @@ class LargeSearch:
 
     def fits(self) -> bool:
         """Whether a pass would end in time."""
-        return perf_counter() + 2 * self.pass_s < self.deadline_s
+        return perf_counter() + PASS_AND_RESULT * self.pass_s < self.deadline_s
 
     def has_time(self) -> bool:
         return self.best is None or (self.best.cost > self.target and self.fits())
