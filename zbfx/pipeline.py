@@ -19,7 +19,7 @@ from zbfx.arguments import compared, whole_number
 from zbfx.between import canonical
 from zbfx.checkpoint.stored import kind_of_weights
 from zbfx.comm.channels import Channels
-from zbfx.comm.together import on_all_ranks, waiting
+from zbfx.comm.together import on_all_ranks, telling, waiting
 from zbfx.compiled import Compiled, Traced
 from zbfx.costs.links import measured_link
 from zbfx.errors import ZbfxError
@@ -51,6 +51,7 @@ from zbfx.variants import Variants
 
 
 @uncompiled
+@telling("compile")
 def compile(
     model: nn.Module,
     *,

@@ -29,7 +29,7 @@ from zbfx.runtime.timeline import Profile, Recorder
 from zbfx.runtime.verdict import settle, snapshot
 from zbfx.runtime.watch import Watch
 from zbfx.trace.guard import Source
-
+from zbfx.trace.left_behind import LookOut
 
 OFFERED = (
     "clip_grad_norm_",
@@ -68,6 +68,9 @@ class Step:
         self.source = source
         self.watch = Watch(source, engine.pipe.device, trained | engine.parameters, engine.pipe.joint.replaced)
         self.engines = Engines(engine, options, ranks, launch, variant, self.watch.check_tensors)
+        self.look_out = LookOut({name: source.named[name] for name in engine.elsewhere}, self.unsettled)
+        if self.look_out.elsewhere or engine.shards is not None:
+            self.look_out.watch(source.model, source.loss_fn)
         self.verdict: str | None = None
         self.losses: tuple[Tensor, ...] = ()  # of the last step's microbatches, on the rank that computes them
         self.count = 0
@@ -203,6 +206,7 @@ class Step:
             if self.engine.shards is not None:
                 self.begin("collect")
                 self.guarded(self.engine.collect)
+                self.engine.shards.collected()
 
     @uncompiled
     def full_state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
@@ -324,6 +328,7 @@ class Step:
         if self.optimizer is not None:
             raise ZbfxError("this step has an optimizer; bind the pipeline again for another one")
         self.optimizer = optimizer
+        self.look_out.watch(self.source.model, self.source.loss_fn)
         if not optimizer.sync:
             self.engines.validate(optimizer.layout.chain, optimizer.layout.size)
         self.engines.restart()
@@ -334,6 +339,7 @@ class Step:
             if self.optimizer is not None:
                 runner.follow(self.optimizer.pending, self.optimizer.seen.get(runner.rank))
         before = snapshot(engine.parameters) if self.options.checks else {}
+        self.look_out.trains()
         self.losses, loss = self.run(engine, rows)
         self.count += 1
         if self.optimizer is not None:
@@ -358,8 +364,18 @@ class Step:
             return results
 
         losses, loss = self.guarded(work)
+        if engine.shards is not None:
+            engine.shards.collected()
         engine.runs += 1
         return losses, loss
+
+    def unsettled(self) -> str | None:
+        """What keeps this rank's own tensors from being final; None: they are."""
+        if self.optimizer is not None and self.optimizer.pending is not None:
+            return "an optimizer step waits for its verdict. Call optimizer.settle(), on all ranks, before"
+        if self.engine.shards is not None and not self.engine.shards.is_collected:
+            return "with zero=1, replicas have stepped their shards alone. Call step.collect(), on all ranks, before"
+        return None
 
     def settle_first(self, engine: Engine) -> None:
         """Settle the last optimizer step before a run in which its gradients are bound anew, and not within it."""

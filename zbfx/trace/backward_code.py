@@ -7,7 +7,6 @@ They run once, as the model is traced, and not in steps. What they write into bu
 from __future__ import annotations
 
 import gc
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
