@@ -132,7 +132,7 @@ def in_optimizer(rank: int, step: Any, batch: tuple[Any, ...]) -> dict[str, Any]
     optimizer = PostValidated(inner, step, sync=True)
     step(*batch)
     if rank == 1:
-        inner.step = raise_error  # type: ignore[method-assign, assignment]
+        inner.step = raise_error  # type: ignore[method-assign]
 
     def trained() -> None:
         optimizer.step()

@@ -88,7 +88,7 @@ def telling(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not is_alone() and "is_on_all" not in vars(error):
+        if not is_alone() and not vars(error).get("is_on_all"):
             say(f"rank {dist.get_rank()}, {what}: {described(error)}")
             with suppress(Exception):  # another has ended meanwhile
                 everywhere(At(what, failure=described(error)))

@@ -53,9 +53,11 @@ class Step:
     """One training step of a pipeline: forward, backward and gradients of a full batch.
 
     `step(*args, **kwargs)` takes the arguments of the example microbatch with the batch dimension `microbatches`
-    times as long, the same on every rank, and returns the loss of the batch on every rank. Its gradients are added to
-    `.grad` of `parameters()`. `step.evaluate` takes the same and runs the forward alone, in eval mode. Where losses
-    and gradients are checked, `verdict` says why the last step's gradients were dropped; None: they were not.
+    times as long, the same on every rank, and returns the loss of the batch on every rank. Its gradients are in `.grad`
+    of `parameters()` by then, added to what was there. The loss is a plain tensor without a graph: `loss.backward()` is
+    torch's error that it "does not require grad". `step.evaluate` takes the same and runs the forward alone, in eval
+    mode. Where losses and gradients are checked, `verdict` says why the last step's gradients were dropped; None: they
+    were not.
 
     When a rank of several processes fails, every rank raises `PipelineFault` with that rank's message, and the step
     cannot be used after that."""
@@ -74,6 +76,7 @@ class Step:
         self.verdict: str | None = None
         self.losses: tuple[Tensor, ...] = ()  # of the last step's microbatches, on the rank that computes them
         self.count = 0
+        self.no_parameter = nn.Parameter(torch.empty(0, device=engine.pipe.device))
         self.optimizer: Optimizer | None = None
         self.clips: set[str] = set()  # the calls of `clip_grad_norm_` whose arguments were compared
         self.fault: str | None = None  # why no further step can run
@@ -127,7 +130,8 @@ class Step:
         return iter(self.engine.parameters.items())
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        return iter(self.engine.parameters.values())
+        """Those of `named_parameters()`. A process without any gives an empty one: optimizers take no empty list."""
+        return iter(self.engine.parameters.values() or (self.no_parameter,))
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers that this process's stages use. What forwards write, one rank alone writes: the copies that other
@@ -238,9 +242,10 @@ class Step:
             if self.fault is None and not self.is_closed:
                 if self.optimizer is not None:
                     self.optimizer.settle()
-                self.ranks.leave()
                 if self.engine.pipe.device.type == "cuda":
                     torch.cuda.synchronize(self.engine.pipe.device)
+                self.guarded(self.ranks.check_batches)
+                self.ranks.leave()
                 for engine in self.engines:
                     engine.forget()
                 self.ranks.close()
@@ -340,6 +345,7 @@ class Step:
                 runner.follow(self.optimizer.pending, self.optimizer.seen.get(runner.rank))
         before = snapshot(engine.parameters) if self.options.checks else {}
         self.look_out.trains()
+        self.guarded(partial(self.ranks.check_batch, self.count + 1, (engine, rows)))
         self.losses, loss = self.run(engine, rows)
         self.count += 1
         if self.optimizer is not None:
