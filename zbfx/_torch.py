@@ -470,6 +470,11 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def state_dict_pre_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """The dict in which a module keeps what runs before its `state_dict` is made."""
+    return module._state_dict_pre_hooks
+
+
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The dict in which a module keeps its own parameters."""
     return module._parameters

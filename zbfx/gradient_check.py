@@ -29,6 +29,7 @@ from zbfx.runtime.runner import Tensors
 from zbfx.schedule import build
 from zbfx.trace.compiled_parts import rebind_compiled, without_compiling
 from zbfx.trace.guard import Source
+from zbfx.trace.left_behind import without_look_outs
 from zbfx.trace.objective import Objective
 from zbfx.trace.tracer import named_tensors
 
@@ -175,7 +176,7 @@ def own_results(
     nothing if it draws random numbers."""
     if any(is_random(node) for node in pipe.joint.graph.nodes):
         return {}
-    memo: dict[int, Any] = {}
+    memo = without_look_outs(source.model, source.loss_fn)
     for name, live in source.tensors.items():
         given = tensors.named[name].clone() if name in tensors.named else torch.zeros_like(live, device=pipe.device)
         memo[id(live)] = nn.Parameter(given, live.requires_grad) if isinstance(live, nn.Parameter) else given.detach()

@@ -20,7 +20,7 @@ from zbfx.arguments import compared, whole_number
 from zbfx.between import canonical
 from zbfx.checkpoint.stored import kind_of_weights
 from zbfx.comm.channels import Channels
-from zbfx.comm.together import on_all_ranks, on_first_rank, waiting
+from zbfx.comm.together import on_all_ranks, on_first_rank, telling, waiting
 from zbfx.compiled import Compiled, Traced
 from zbfx.costs.links import measured_link
 from zbfx.errors import ZbfxError
@@ -61,6 +61,7 @@ from zbfx.variants import Variants
 
 
 @uncompiled
+@telling("compile")
 def compile(
     model: nn.Module,
     *,
@@ -290,6 +291,7 @@ class Pipeline:
         zero: int = 0,
         transport: str = "auto",
         independent: tuple[str, ...] = (),
+        check_batches: int = 0,
     ) -> Step:
         """This process's part of the pipeline, over torch.distributed (call `init_process_group` first).
 
@@ -327,18 +329,22 @@ class Pipeline:
         which takes longer than `timeout_s`, compiling included, ends this process at once (`os._exit`): nothing else
         ends a wait of the device.
 
+        `check_batches=N` compares the batches of a pipeline's ranks in every Nth step, by hashes that ranks tell each
+        other without waiting: a rank that was given another one ends the pipeline (`PipelineFault`) some steps later,
+        with rank, step and argument. The first batch is compared always, before it runs.
+
         Raises `ZbfxError` if torch.distributed is not initialised, has another number of ranks, or if plans or the
         values of replicas differ.
         """
         with self.source.modes.fixed():
             on_mesh, device = isinstance(rank_or_mesh, DeviceMesh), self.device.type
-            options = BindOptions(
-                seed, on_nonfinite, on_new_shape, timeout_s, zero, transport, independent, on_mesh, device
-            )
+            how = (timeout_s, zero, transport, independent, check_batches)
+            options = BindOptions(seed, on_nonfinite, on_new_shape, *how, on_mesh, device)
             finding = partial(process_place, self.compiled, self.source, rank_or_mesh, options)
             place = on_all_ranks("bind", finding, compared(options) | {"weights": kind_of_weights(weights)})
             with waiting(place.name, "the other ranks in bind, one of which"):
-                ranks = OneOfMany(Channels(place, self.device, timedelta(seconds=timeout_s), transport))
+                channels = Channels(place, self.device, timedelta(seconds=timeout_s), transport)
+                ranks = OneOfMany(channels, check_batches)
             with ranks.binding():
                 measures = self.compiled.options.measures and ranks.replicas > 1
                 link = measured_link(ranks.channels) if measures else None

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ PLACES = ("first step", "later step", "evaluate", "bind")
 PHASES = {"raise in B": "B1", "raise in W": "W1"}  # others fail in F
 
 
-def raise_error(*_: Any) -> Any:
+def raise_error(*_: Any, **__: Any) -> Any:
     raise ArithmeticError("on purpose")
 
 
@@ -92,6 +93,22 @@ def in_bind(rank: int, failure: str) -> dict[str, Any]:
         return outcome(pipe.bind)
 
 
+COMPILE = ("arguments", "trace", "canonicalize", "fit", "self_checked")  # of them the first is refused, others fail
+
+
+def in_compile(rank: int) -> dict[str, dict[str, Any]]:
+    """Rank 1 fails at each of these places, and nothing of it is left for the next."""
+    found = {}
+    for place in COMPILE:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1 and place != "arguments":
+                patch.setattr(f"zbfx.pipeline.{place}", raise_error)
+            stages: Any = "two" if rank == 1 and place == "arguments" else 2
+            found[place] = outcome(partial(compiled, mlp(3), stages, 3))
+    found["right"] = outcome(lambda: compiled(mlp(3), 2, 3))
+    return found
+
+
 def in_call(rank: int, failure: str, place: str) -> dict[str, Any]:
     problem = mlp(3)
     step = compiled(problem, 2, 3, check=False).bind()
@@ -115,7 +132,7 @@ def in_optimizer(rank: int, step: Any, batch: tuple[Any, ...]) -> dict[str, Any]
     optimizer = PostValidated(inner, step, sync=True)
     step(*batch)
     if rank == 1:
-        inner.step = raise_error  # type: ignore[method-assign, assignment]
+        inner.step = raise_error  # type: ignore[method-assign]
 
     def trained() -> None:
         optimizer.step()

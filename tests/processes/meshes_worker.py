@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.processes.faults import outcome, raise_error, spoil
 from tests.processes.replicas_worker import M, alone, in_double_precision, part
 from tests.processes.tensor_parallel_worker import local_part
 from tests.processes.worker import refusal, train
@@ -119,6 +120,17 @@ def shards(rank: int) -> dict[str, Any]:
         problem.model.get_parameter("0.norm.bias").register_hook(lambda gradient: gradient)
     results["bind"] = refusal(partial(pipe.bind, mesh))
     return results
+
+
+def failing_shard(rank: int, phase: str) -> dict[str, Any]:
+    """The last process fails in one of its phases, and shares no pipeline with the first ones."""
+    problem, mesh = blocks(M), twos("pp", "tp")
+    distribute(problem.model, mesh["tp"])
+    step = compiled(problem, 2, M).bind(mesh)
+    step(*problem.inputs, *problem.targets)
+    if rank == 3:
+        spoil(step.engine, phase, raise_error)
+    return outcome(partial(step, *problem.inputs, *problem.targets))
 
 
 @in_double_precision

@@ -59,6 +59,19 @@ def test_a_rank_that_raises(launch: Launch, failure: str) -> None:
         )
 
 
+def test_a_rank_that_fails_in_compile(launch: Launch) -> None:
+    """The others raise its error at the exchange that they wait in, or come to next."""
+    ranks = launch(2, faults.in_compile)
+    for place in faults.COMPILE[1:]:
+        found, own = ranks[0][place], ranks[1][place]
+        assert (own["type"], own["text"]) == ("ArithmeticError", "on purpose")
+        assert found["type"] == "ZbfxError"
+        assert re.fullmatch(r"rank 1(, compile)?: ArithmeticError: on purpose", found["text"])
+        assert max(found["seconds"], own["seconds"]) < SOON_S
+    assert ranks[0]["arguments"]["text"].startswith("rank 1, compile: stages is the number of pipeline ranks")
+    assert ranks[0]["right"]["type"] == ranks[1]["right"]["type"] == ""
+
+
 ENDING = [(failure, place) for failure in ("os._exit", "SIGKILL", "between calls") for place in places_of(failure)]
 
 

@@ -115,3 +115,12 @@ def test_clipping_equals_that_of_one_process(
 def test_ranks_that_clip_to_other_norms_hear_of_it(launch: Launch) -> None:
     for message in refusals(launch(2, worker.other_clips), "other", "ZbfxError"):
         assert message.endswith("found max_norm is 1.0 on rank 0, 2.0 on rank 1")
+
+
+@pytest.mark.parametrize("phase", ["F1", "B1", "W1"])
+def test_a_shard_that_fails_reaches_the_pipelines_of_all_shards(launch: Launch, phase: str) -> None:
+    for found in launch(4, worker.failing_shard, phase).values():
+        assert found["type"] == "PipelineFault"
+        assert f"shard 1, rank 1, step 1, action {phase}.0" in found["text"]
+        assert "ArithmeticError: on purpose" in found["text"]
+        assert found["seconds"] < 15

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -233,3 +236,20 @@ def test_fault_in_a_local_step_names_rank_step_and_action(monkeypatch: pytest.Mo
 
 def failing(*_: Any) -> Any:
     raise ArithmeticError("on purpose")
+
+
+def test_the_loss_is_a_plain_tensor_and_its_backward_is_refused() -> None:
+    """Pickled, copied, added up; torch's error says that it has no graph, and gradients stay as they are."""
+    problem = mlp(3)
+    step = compiled(problem, 2, 3).run_local()
+    loss = step(*problem.inputs, *problem.targets)
+    before = [parameter.grad.clone() for parameter in step.parameters() if parameter.grad is not None]
+    for copied in (copy.deepcopy(loss), pickle.loads(ForkingPickler.dumps(loss)), pickle.loads(pickle.dumps(loss))):
+        assert torch.equal(copied, loss)
+    total = torch.zeros(())
+    total += loss
+    assert float(total) == loss.item() == loss.detach().numpy()
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        loss.backward()
+    after = [parameter.grad for parameter in step.parameters() if parameter.grad is not None]
+    assert all(map(torch.equal, before, after))

@@ -132,7 +132,7 @@ def test_sums_and_counts_in_a_list() -> None:
     [
         (Branching, "if h.sum() > 0", "Use torch.where for a choice between values"),
         (Routing, ".item()", "keep numbers in tensors (no .item(), int(), .tolist())"),
-        (Asserting, "assert", "let torch._check_tensor_all check values"),
+        (Asserting, "assert", "give torch._check_tensor_all the tensor of booleans"),
         (Selecting, "h[h > 0]", "Compute with all entries and weigh them by a mask (x * mask"),
         (Repeating, "repeat_interleave", "give sizes as numbers (output_size=)"),
         (Finding, "nonzero", "find the indices outside of the model and pass them as inputs"),

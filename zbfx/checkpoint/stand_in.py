@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from zbfx.trace.guard import Source
+from zbfx.trace.left_behind import without_look_outs
 from zbfx.trace.tracer import named_tensors
 
 
 def without_memory(source: Source, but: Collection[str] = ()) -> tuple[nn.Module, Any]:
     """Copies of model and loss on the meta device. The tensors of the names in `but` have memory on the CPU, and no
     values yet. A tensor with two names has two names in the copies too."""
-    memo: dict[int, Any] = {}
+    memo = without_look_outs(source.model, source.loss_fn)
     kept = {id(source.named[name]) for name in but}
     for tensor in source.named.values():
         device = torch.device("cpu" if id(tensor) in kept else "meta")

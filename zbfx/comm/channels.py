@@ -62,9 +62,13 @@ class Channels:
             self.control = self.own_group(lines, library=Library.GLOO)
             self.sum_over_replicas(torch.zeros(1, device=device)).wait()
         self.aside = self.own_group(map(processes_of, place.families), library=Library.GLOO)
+        self.model = self.family  # joins all processes that hold the model
         if place.shard_count > 1:
             self.shards = self.own_group(place.shard_lines(), library=Library.GLOO)
-        self.history = History(self.name, group_store(self.family), weakref.WeakMethod(self.differ))
+            self.model = self.own_group(place.models(), library=Library.GLOO)
+        self.users: list[dist.ProcessGroup] = []  # groups that collectives of the model's own use
+        differ, family = weakref.WeakMethod(self.differ), f"family {place.family}"
+        self.history = History(self.name, group_store(self.model), differ, family, looks=place.shard_count > 1)
         weakref.finalize(self, self.history.end)
         weakref.finalize(self, self.history.leave)
         self.hook = Uncaught(weakref.WeakMethod(self.uncaught))
@@ -326,18 +330,28 @@ class Channels:
             with suppress(Exception):  # the others are closed all the same
                 dist.destroy_process_group(group)
         self.pairs.clear()
-        self.group = self.family = self.peers = self.control = self.shards = self.aside = None
+        self.group = self.family = self.peers = self.control = self.shards = self.aside = self.model = None
+        self.users = []
 
     def groups(self) -> list[dist.ProcessGroup]:
-        groups = [*self.pairs.values(), self.group, self.peers, self.control, self.shards, self.aside, self.family]
+        groups = [
+            *self.pairs.values(),
+            self.group,
+            self.peers,
+            self.control,
+            self.shards,
+            self.aside,
+            self.model,
+            self.family,
+        ]
         return list(dict.fromkeys(group for group in groups if group is not None)) if self.are_open() else []
 
     def differ(self, reason: str) -> None:
-        """Other ranks made other calls: end this rank's waits in gloo groups. Called from another thread. The waits of
-        all ranks end with these, since a rank that fails closes its connections. What waits on a GPU is ended by
-        `zbfx.comm.overdue`."""
+        """Other ranks made other calls, or a shard has failed: end this rank's waits in gloo groups. Called from
+        another thread. The waits of all ranks end with these, since a rank that fails closes its connections. What
+        waits on a GPU is ended by `zbfx.comm.overdue`."""
         self.history.first_fault(reason)
-        for group in self.groups():
+        for group in (*self.groups(), *self.users):
             with suppress(Exception):  # it times out, and gloo then closes all connections of the group
                 if dist.get_backend(group) == Library.GLOO.value:
                     other = next(p for p in dist.get_process_group_ranks(group) if p != dist.get_rank())

@@ -47,8 +47,18 @@ class History:
     call. `differs()` is what the thread calls with the reason once other calls were made; None: the pipeline is
     gone."""
 
-    def __init__(self, name: str, store: dist.Store, differs: Callable[[], Differs | None]) -> None:
-        self.name, self.store, self.differs = name, store, differs
+    def __init__(
+        self,
+        name: str,
+        store: dist.Store,
+        differs: Callable[[], Differs | None],
+        family: str = "",
+        *,
+        looks: bool = False,
+    ) -> None:
+        """`family`: the processes that `all_arrive` counts. `looks`: some ranks share no connection that the end of
+        another one closes, and hear of its failure by looking."""
+        self.name, self.store, self.differs, self.family, self.looks = name, store, differs, family, looks
         self.calls: deque[Call] = deque([Call(0, "bind")], KEPT)
         self.told = 0  # the number of the last call that the store knows
         self.begun_s, self.tag = 0.0, 0
@@ -102,12 +112,19 @@ class History:
 
     def watch(self) -> None:
         while not self.closed:
-            if time.monotonic() - self.begun_s > COMPARE_S and (found := self.difference()) is not None:
+            if time.monotonic() - self.begun_s > COMPARE_S and (found := self.difference() or self.seen()) is not None:
                 differs = self.differs()
                 if differs is not None and not self.closed:
                     differs(found)
                 return
             time.sleep(LOOK_S)
+
+    def seen(self) -> str | None:
+        """A failure that another rank has reported, if this one looks."""
+        with suppress(Exception):  # the process that holds the store is gone
+            if self.looks and self.store.check([FAULT]):
+                return self.store.get(FAULT).decode()
+        return None
 
     def difference(self) -> str | None:
         """Write the calls that are not in the store yet; returns how they differ from what another rank has written."""
@@ -154,7 +171,7 @@ class History:
 
     def all_arrive(self, place: str, everyone: int) -> bool:
         """Whether so many ranks call this for the same place, within a few seconds."""
-        deadline = time.monotonic() + FAULT_GRACE.total_seconds()
+        deadline, place = time.monotonic() + FAULT_GRACE.total_seconds(), f"{place}, {self.family}"
         with suppress(Exception):  # the process that holds the store is gone
             arrived = self.store.add(place, 1)
             while arrived < everyone and time.monotonic() < deadline:

@@ -64,6 +64,12 @@ class Place:
         """Every pipeline of every family, in an order that all processes share."""
         return (replica for family in self.families for replica in family)
 
+    def models(self) -> Iterator[tuple[int, ...]]:
+        """The processes that hold one model, in all its shards and replicas, in an order that all processes share."""
+        for first in range(0, len(self.families), self.shard_count):
+            together = self.families[first : first + self.shard_count]
+            yield tuple(process for family in together for replica in family for process in replica)
+
     def shard_lines(self) -> Iterator[tuple[int, ...]]:
         """The processes that hold the shards of one stage, of every rank, in an order that all processes share."""
         for first in range(0, len(self.families), self.shard_count):

@@ -5,13 +5,15 @@ processes that are at exchanges of different names made different calls, and hea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zbfx.comm.overdue import say
 from zbfx.errors import SAME_CALLS, PipelineFault, ZbfxError, listed
 from zbfx.spelled import spelled
 
@@ -41,18 +43,66 @@ def waiting(who: str, what: str) -> Iterator[None]:
         ) from error
 
 
+@dataclass(frozen=True)
+class At:
+    """Where a process is: the name of an exchange, and the value that it brings. `failure`: why it comes to no further
+    one."""
+
+    what: str
+    value: object = None
+    failure: str | None = None
+
+
 def exchange(what: str, value: object) -> list[Any]:
     """The picklable value of every process, in order, on every one; `what` names the exchange. Raises `ZbfxError` if
-    another process is at another exchange, `PipelineFault` if one has ended."""
+    another process has failed, or is at another exchange, `PipelineFault` if one has ended."""
     if is_alone():
         return [value]
+    who = f"rank {dist.get_rank()}, {what}"
+    with on_all(), waiting(who, "another rank, which has ended or raised an error before,"):
+        found = everywhere(At(what, value))
+        for rank, at in enumerate(found):
+            if at.failure is not None:
+                raise ZbfxError(f"rank {rank}, {at.what}: {at.failure}")
+        if any(at.what != what for at in found):
+            places = listed(f"rank {rank} is at {at.what}" for rank, at in enumerate(found))
+            raise ZbfxError(f"ranks made different calls, but {SAME_CALLS}; found: {places}")
+        return [at.value for at in found]
+
+
+def everywhere(own: At) -> list[At]:
     found: list[Any] = [None] * dist.get_world_size()
-    with waiting(f"rank {dist.get_rank()}, {what}", "another rank, which has ended or raised an error before,"):
-        dist.all_gather_object(found, (what, value))
-    if any(other != what for other, _ in found):
-        places = listed(f"rank {rank} is at {other}" for rank, (other, _) in enumerate(found))
-        raise ZbfxError(f"ranks made different calls, but {SAME_CALLS}; found: {places}")
-    return [other for _, other in found]
+    dist.all_gather_object(found, own)
+    return found
+
+
+@contextmanager
+def on_all() -> Iterator[None]:
+    """What is raised in here, all processes raise: none waits to hear of it."""
+    try:
+        yield
+    except Exception as error:
+        vars(error)["is_on_all"] = True
+        raise
+
+
+@contextmanager
+def telling(what: str) -> Iterator[None]:
+    """What is raised in here by one process, others raise too, at the exchange that they wait in or come to next. The
+    process says so before, for it waits for them."""
+    try:
+        yield
+    except Exception as error:
+        if not is_alone() and not vars(error).get("is_on_all"):
+            say(f"rank {dist.get_rank()}, {what}: {described(error)}")
+            with suppress(Exception):  # another has ended meanwhile
+                everywhere(At(what, failure=described(error)))
+        raise
+
+
+def described(error: Exception) -> str:
+    """An error in a line for other processes."""
+    return str(error) if isinstance(error, ZbfxError) else f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def from_rank(rank: int, what: str, value: Any) -> Any:
@@ -67,7 +117,7 @@ def from_rank(rank: int, what: str, value: Any) -> Any:
 
 
 def on_all_ranks(what: str, work: Callable[[], Any], arguments: Mapping[str, object] | None = None) -> Any:
-    """Do `work` on every process. If one raises `ZbfxError`, all do; they also do if their arguments differ."""
+    """Do `work` on every process. If one raises an error, all do; they also do if their arguments differ."""
     if is_alone():
         return work()
     names = [f"rank {rank}" for rank in range(dist.get_world_size())]
@@ -81,21 +131,22 @@ def agreed(
     gather: Callable[[Any], list[Any]],
     names: Sequence[str],
 ) -> Any:
-    """Do `work` on the processes of these names; `gather` collects a value of each. If one raises `ZbfxError`, all do;
-    they also do if their arguments differ."""
+    """Do `work` on the processes of these names; `gather` collects a value of each. If one raises an error, the others
+    raise a `ZbfxError` with its text; all do if their arguments differ."""
     result, refusal = None, None
     try:
         result = work()
-    except ZbfxError as error:
+    except Exception as error:
         refusal = error
     own = {name: spelled(value) for name, value in arguments.items()}
-    answers = gather((None if refusal is None else str(refusal), own))
-    refuse_other_arguments(what, [found for _, found in answers], names)
-    if refusal is not None:
-        raise refusal
-    for name, (text, _) in zip(names, answers, strict=True):
-        if text is not None:
-            raise ZbfxError(f"{name}: {text}")
+    answers = gather((None if refusal is None else described(refusal), own))
+    with on_all():
+        refuse_other_arguments(what, [found for _, found in answers], names)
+        if refusal is not None:
+            raise refusal
+        for name, (text, _) in zip(names, answers, strict=True):
+            if text is not None:
+                raise ZbfxError(f"{name}: {text}")
     return result
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbfx._torch import gradient_dtype, has_gradient_hooks, set_gradient_dtype, version_of
+from zbfx._torch import gradient_dtype, has_gradient_hooks, set_gradient_dtype
 from zbfx.comm.channels import Channels
 from zbfx.comm.place import Place
 from zbfx.compiled import Compiled
@@ -19,12 +19,14 @@ from zbfx.runtime.fingerprint import fingerprints
 from zbfx.runtime.runner import RankRunner
 from zbfx.trace.aliases import refuse_apart, separate
 from zbfx.trace.guard import Source
+from zbfx.trace.left_behind import is_left_behind, refuse_left_behind
 
 
 def prepare(pipe: Compiled, source: Source, engine: Engine, holders: Mapping[str, Sequence[int]] | None = None) -> None:
     """Check these ranks' tensors, and move them to the device. `holders` of each, where ranks are not one process."""
     named = source.named
     source.guard.check_layouts(named, engine.tensor_names)
+    refuse_left_behind({name: named[name] for name in sorted(engine.tensor_names)})
     if holders is not None:
         refuse_apart(named, holders, pipe.joint)
     take_gradient_dtypes(pipe, engine)
@@ -127,17 +129,13 @@ def warn_of_other_values(channels: Channels, named: Mapping[str, Tensor], used: 
     """Warn if two ranks of a pipeline have data for one tensor with different bits; `used` are those of this rank's
     stages. Collective over the family, and all of it warns. Costs each rank about half a second per GB of the model on
     a CPU core; a GPU reads its memory once. Tensors on the meta device, and DTensors, which each rank has its own part
-    of, are not compared; nor are those of other ranks' stages that nothing has written since an earlier bind, while
-    their ranks may have trained them."""
+    of, are not compared; nor are those of other ranks' stages that these ranks have trained since."""
     kept = {
         name: tensor
         for name, tensor in named.items()
         if not tensor.is_meta and tensor.layout is torch.strided and (name in used or not is_left_behind(tensor))
     }
     hashes = dict(zip(kept, fingerprints(kept.values()), strict=True))
-    for name, tensor in kept.items():
-        if name not in used and not tensor.is_inference():
-            tensor.zbfx_left_behind = version_of(tensor)  # type: ignore[attr-defined]
     everywhere: list[Any] = channels.gather(hashes)
     place, different = channels.place, dict[str, str]()
     ranks = len(place.processes)
@@ -157,11 +155,6 @@ def warn_of_other_values(channels: Channels, named: Mapping[str, Tensor], used: 
             f"before bind; leave tensors of other ranks' stages on the meta device where that is meant",
             stacklevel=5,  # with the frame of `uncompiled`
         )
-
-
-def is_left_behind(tensor: Tensor) -> bool:
-    """Whether nothing has written into a tensor since a bind to a rank that does not use it."""
-    return not tensor.is_inference() and getattr(tensor, "zbfx_left_behind", None) == version_of(tensor)
 
 
 def refuse_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> None:

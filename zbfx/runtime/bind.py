@@ -28,7 +28,7 @@ from zbfx.runtime.ranks import AllHere, OneOfMany
 from zbfx.runtime.runner import Tensors
 from zbfx.runtime.step import Step
 from zbfx.trace.guard import Source
-from zbfx.trace.tensor_parallel import refuse_other_shards
+from zbfx.trace.tensor_parallel import groups_of, refuse_other_shards
 
 
 def local_step(
@@ -89,8 +89,9 @@ def bound_step(
             refuse_other_values(channels, {name: tensors.named[name] for name in sorted(runner.tensor_names)})
     compared = {name: tensors.named[name] for name in holders if name not in source.local}
     warn_of_other_values(channels, compared, runner.tensor_names)
-    if pipe.reductions and pipe.reductions[place.rank].shards:
+    if any(reductions.shards for reductions in pipe.reductions):  # on all ranks, those without parameters too
         runner.shard(Shards(pipe.reductions[place.rank].shards, tensors.named, place.replica, ranks.replicas))
+    channels.users = groups_of(source.named)
     engine.run_phases_by(compiler)
     launch = Captured() if pipe.options.runs.captures else Launched()
     return Step(engine, replace(options, seed=seed), ranks, launch, source, variant)

@@ -20,6 +20,7 @@ from zbfx.graphs import Phase
 from zbfx.program import ops
 from zbfx.program.boxed import Boxed
 from zbfx.program.codegen import Program
+from zbfx.program.messages import buffer_holders, parameter_holders
 from zbfx.program.reductions import RankReductions
 from zbfx.runtime.flat import Shards
 from zbfx.runtime.runner import RankRunner, Tensors, Wait
@@ -59,6 +60,12 @@ class Engine:
     def tensor_names(self) -> set[str]:
         """The parameters and buffers that these ranks' stages use."""
         return {name for runner in self.runners for name in runner.tensor_names}
+
+    @property
+    def elsewhere(self) -> set[str]:
+        """The parameters and buffers that stages of other processes alone use."""
+        stages, placement = self.pipe.stages, self.pipe.placement
+        return {*parameter_holders(stages, placement), *buffer_holders(stages, placement)} - self.tensor_names
 
     def share(self, first: Engine) -> None:
         """Use the tensors for gradients, and the scale, of the engine that was made first."""

@@ -16,15 +16,19 @@ GPU_ROWS = 128  # at once: enough to hide the launches
 def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
     """A hash of the bits of each tensor: any one element that differs changes it, on every device alike. Waits for the
     devices. Reads the memory once (2 GB a second on a CPU core); holds at most 64 MiB, and a copy if not contiguous."""
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randint(-(2**63), 2**63 - 1, (ROW,), generator=generator).bitwise_or_(1)
-    on_device: dict[torch.device, Tensor] = {}
+    weights, on_device = odd_numbers(), dict[torch.device, Tensor]()
     hashes = []
     for tensor in tensors:
         if tensor.device not in on_device:
             on_device[tensor.device] = weights.to(tensor.device)
         hashes.append(fingerprint(tensor, on_device[tensor.device]))
     return [int(found) for found in hashes]
+
+
+def odd_numbers() -> Tensor:
+    """The random numbers of the places in a row."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**63), 2**63 - 1, (ROW,), generator=generator).bitwise_or_(1)
 
 
 @torch.no_grad()

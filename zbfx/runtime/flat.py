@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from zbfx._torch import set_gradient_dtype
+from zbfx._torch import set_gradient_dtype, version_of
 from zbfx.errors import InputError, listed
 from zbfx.program.reductions import Bucket
 
@@ -42,9 +42,19 @@ class Shards:
             self.flat[bucket.key] = flat
             self.parameters[bucket.key] = nn.Parameter(self.own(flat))
             set_gradient_dtype(self.parameters[bucket.key], bucket.dtype)
+        self.collected()
 
     def own(self, flat: Tensor) -> Tensor:
         return flat.chunk(self.replicas)[self.replica]
+
+    def collected(self) -> None:
+        """The flat tensors have the values that the shards of all replicas have now."""
+        self.seen = [version_of(parameter) for parameter in self.parameters.values()]
+
+    @property
+    def is_collected(self) -> bool:
+        """Whether no optimizer has stepped this replica's shards since."""
+        return self.seen == [version_of(parameter) for parameter in self.parameters.values()]
 
     def check(self, named: Mapping[str, Tensor]) -> None:
         """Raises `InputError` if a parameter is no view of a flat tensor any more: new values would not reach it."""

@@ -54,13 +54,14 @@ class StepOptions:
 class BindOptions(StepOptions):
     """`timeout_s` bounds every wait for another rank; `zero=1` leaves each replica a part of the optimizer's state;
     `transport` says how messages travel (`zbfx.comm.channels`); `independent` names mesh dimensions along which
-    pipelines train apart. Ranks compare all fields, and whether they got a
+    pipelines train apart; every `check_batches`th batch is compared. Ranks compare all fields, and whether they got a
     `mesh`, and the type of the `device`, of which each has its own."""
 
     timeout_s: float = 600.0
     zero: int = 0
     transport: str = "auto"
     independent: tuple[str, ...] = ()
+    check_batches: int = 0
     mesh: bool = False
     device: str = "cpu"
 
@@ -70,6 +71,11 @@ class BindOptions(StepOptions):
             raise ZbfxError(f"transport is one of {', '.join(TRANSPORTS)}; found {self.transport!r}")
         if not TRANSPORTS[self.transport].groups and self.device != "cuda":
             raise ZbfxError(f"transport={self.transport!r} needs CUDA devices; found {self.device}. Use 'auto'")
+        if not isinstance(self.check_batches, int) or isinstance(self.check_batches, bool) or self.check_batches < 0:
+            raise ZbfxError(
+                f"check_batches=N compares the batches of ranks in every Nth step, 0 in none after the first; found "
+                f"{self.check_batches!r}"
+            )
         if not isinstance(self.independent, tuple) or not all(isinstance(name, str) for name in self.independent):
             raise ZbfxError(f"independent is a tuple of names of mesh dimensions; found {self.independent!r}")
         super().check()

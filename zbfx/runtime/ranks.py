@@ -20,6 +20,7 @@ from zbfx.errors import InputError, PipelineFault, ZbfxError
 from zbfx.program.codegen import Program
 from zbfx.program.ops import Transport
 from zbfx.runtime.agreement import batch_hashes, refuse_other_batches
+from zbfx.runtime.batch_checks import BatchChecks
 from zbfx.runtime.engine import Batch, Engine, T, local_runners, rank_engine
 from zbfx.runtime.runner import Tensors
 from zbfx.runtime.verdict import NonFinite, problems
@@ -54,6 +55,12 @@ class AllHere:
     def all_refuse(self) -> bool:
         """Whether the other ranks have refused the batch too, and need not hear of it."""
         return True
+
+    def check_batch(self, step: int, batch: Batch) -> None:
+        """Compare the batches of a training step of this number with those of other ranks, and raise if they differ."""
+
+    def check_batches(self) -> None:
+        """Raise if batches of earlier steps are known by now to differ."""
 
     def everywhere(self, value: T) -> list[T]:
         """The picklable value of every process of all replicas, in order."""
@@ -108,8 +115,12 @@ class OneOfMany:
 
     share_tensors = False
 
-    def __init__(self, channels: Channels) -> None:
-        self.channels = channels
+    def __init__(self, channels: Channels, check_batches: int = 0) -> None:
+        """`check_batches`: how often to compare batches (`zbfx.runtime.batch_checks`); 0: the first one alone."""
+        self.channels, place = channels, channels.place
+        keys = f"batches of replica {place.replica}"
+        store = channels.history.store
+        self.checks = BatchChecks(check_batches, store, channels.name, keys) if check_batches else None
         self.refusals = 0
         self.shapes: Mapping[str, tuple[int, ...]] = {}  # of the last call's batch
         self.compared: set[bool] = set()  # whether the first batch to train, to evaluate, was the same on all ranks
@@ -141,6 +152,17 @@ class OneOfMany:
         batch = take() if self.channels.control is None else self.admit_together(take)
         self.compare_first(batch)
         return batch
+
+    def check_batch(self, step: int, batch: Batch) -> None:
+        if self.checks is not None:
+            engine, rows = batch
+            self.checks.note(step, [spec.name for spec in engine.pipe.signature.tensors], rows)
+            self.check_batches()
+
+    def check_batches(self) -> None:
+        found = None if self.checks is None else self.checks.difference()
+        if found is not None:
+            raise PipelineFault(found)
 
     def all_refuse(self) -> bool:
         self.refusals += 1

@@ -31,6 +31,7 @@ from zbfx.runtime.timeline import Profile, Recorder
 from zbfx.runtime.verdict import settle, snapshot
 from zbfx.runtime.watch import Watch
 from zbfx.trace.guard import Source
+from zbfx.trace.left_behind import LookOut
 
 OFFERED = (
     "clip_grad_norm_",
@@ -54,9 +55,11 @@ class Step:
     """One training step of a pipeline: forward, backward and gradients of a full batch.
 
     `step(*args, **kwargs)` takes the arguments of the example microbatch with the batch dimension `microbatches`
-    times as long, the same on every rank, and returns the loss of the batch on every rank. Its gradients are added to
-    `.grad` of `parameters()`. `step.evaluate` takes the same and runs the forward alone, in eval mode. Where losses
-    and gradients are checked, `verdict` says why the last step's gradients were dropped; None: they were not.
+    times as long, the same on every rank, and returns the loss of the batch on every rank. Its gradients are in `.grad`
+    of `parameters()` by then, added to what was there. The loss is a plain tensor without a graph: `loss.backward()` is
+    torch's error that it "does not require grad". `step.evaluate` takes the same and runs the forward alone, in eval
+    mode. Where losses and gradients are checked, `verdict` says why the last step's gradients were dropped; None: they
+    were not.
 
     When a rank of several processes fails, every rank raises `PipelineFault` with that rank's message, and the step
     cannot be used after that."""
@@ -69,9 +72,13 @@ class Step:
         self.source = source
         self.watch = Watch(source, engine.pipe.device, trained | engine.parameters, engine.pipe.joint.replaced)
         self.engines = Engines(engine, options, ranks, launch, variant, self.watch.check_tensors)
+        self.look_out = LookOut({name: source.named[name] for name in engine.elsewhere}, self.unsettled)
+        if self.look_out.elsewhere or engine.shards is not None:
+            self.look_out.watch(source.model, source.loss_fn)
         self.verdict: str | None = None
         self.losses: tuple[Tensor, ...] = ()  # of the last step's microbatches, on the rank that computes them
         self.count = 0
+        self.no_parameter = nn.Parameter(torch.empty(0, device=engine.pipe.device))
         self.optimizer: Optimizer | None = None
         self.clips: set[str] = set()  # the calls of `clip_grad_norm_` whose arguments were compared
         self.fault: str | None = None  # why no further step can run
@@ -126,7 +133,8 @@ class Step:
         return iter(self.engine.parameters.items())
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        return iter(self.engine.parameters.values())
+        """Those of `named_parameters()`. A process without any gives an empty one: optimizers take no empty list."""
+        return iter(self.engine.parameters.values() or (self.no_parameter,))
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers that this process's stages use. What forwards write, one rank alone writes: the copies that other
@@ -205,6 +213,7 @@ class Step:
             if self.engine.shards is not None:
                 self.begin("collect")
                 self.guarded(self.engine.collect)
+                self.engine.shards.collected()
 
     @uncompiled
     def full_state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
@@ -263,9 +272,10 @@ class Step:
                 last, self.saving = self.saving, None
                 if last is not None:
                     last.finish()
-                self.ranks.leave()
                 if self.engine.pipe.device.type == "cuda":
                     torch.cuda.synchronize(self.engine.pipe.device)
+                self.guarded(self.ranks.check_batches)
+                self.ranks.leave()
                 for engine in self.engines:
                     engine.forget()
                 self.ranks.close()
@@ -355,6 +365,7 @@ class Step:
         if self.optimizer is not None:
             raise ZbfxError("this step has an optimizer; bind the pipeline again for another one")
         self.optimizer = optimizer
+        self.look_out.watch(self.source.model, self.source.loss_fn)
         if not optimizer.sync:
             self.engines.validate(optimizer.layout.chain, optimizer.layout.size)
         self.engines.restart()
@@ -365,6 +376,8 @@ class Step:
             if self.optimizer is not None:
                 runner.follow(self.optimizer.pending, self.optimizer.seen.get(runner.rank))
         before = snapshot(engine.parameters) if self.options.checks else {}
+        self.look_out.trains()
+        self.guarded(partial(self.ranks.check_batch, self.count + 1, (engine, rows)))
         self.losses, loss = self.run(engine, rows)
         self.count += 1
         if self.optimizer is not None:
@@ -389,8 +402,18 @@ class Step:
             return results
 
         losses, loss = self.guarded(work)
+        if engine.shards is not None:
+            engine.shards.collected()
         engine.runs += 1
         return losses, loss
+
+    def unsettled(self) -> str | None:
+        """What keeps this rank's own tensors from being final; None: they are."""
+        if self.optimizer is not None and self.optimizer.pending is not None:
+            return "an optimizer step waits for its verdict. Call optimizer.settle(), on all ranks, before"
+        if self.engine.shards is not None and not self.engine.shards.is_collected:
+            return "with zero=1, replicas have stepped their shards alone. Call step.collect(), on all ranks, before"
+        return None
 
     def settle_first(self, engine: Engine) -> None:
         """Settle the last optimizer step before a run in which its gradients are bound anew, and not within it."""

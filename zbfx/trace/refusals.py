@@ -19,6 +19,7 @@ from zbfx.errors import TraceError, first_line
 WRAPPERS = (contextlib.__file__, functools.__file__)  # files in the stack of all decorated code
 LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), *WRAPPERS)
 DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
+CHECKS_OF_VALUES = ("torch._check", "assert ")  # in a line of code
 CHECKS_OF_ARGUMENTS = ("__init__", "_validate_sample")
 UNKNOWN_LINE = "an unknown line"
 WHOLE_SHAPES = (
@@ -94,6 +95,12 @@ def way_out(error: Exception) -> str:
                 "torch.distributions looks there whether its arguments are valid: pass validate_args=False, or call "
                 "torch.distributions.Distribution.set_default_validate_args(False)"
             )
+    frames = user_frames(error)
+    if frames and any(word in (frames[-1].line or "") for word in CHECKS_OF_VALUES):
+        return (
+            "To check values in every step, give torch._check_tensor_all the tensor of booleans, without .item() and "
+            ".all(): torch._check_tensor_all(x < 100) for torch._check(x.max().item() < 100) or assert (x < 100).all()"
+        )
     return (
         "Use torch.where for a choice between values, keep numbers in tensors (no .item(), int(), .tolist()), let "
         "torch._check_tensor_all check values, or take the decision outside the model"

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
@@ -113,3 +114,9 @@ def localize(module: fx.GraphModule) -> fx.GraphModule:
             graph.erase_node(collective)
     graph.lint()
     return module
+
+
+def groups_of(named: Mapping[str, Tensor]) -> list[dist.ProcessGroup]:
+    """The process groups over which a model is sharded."""
+    meshes = [tensor.device_mesh for tensor in named.values() if isinstance(tensor, DTensor)]
+    return list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups()))

@@ -28,6 +28,7 @@ from zbfx.trace.compiled_parts import note_of_compiled, rebind_compiled, without
 from zbfx.trace.counters import numbers_of, refuse_counters
 from zbfx.trace.decompositions import RIGHT
 from zbfx.trace.first_forward import take_made
+from zbfx.trace.left_behind import without_look_outs
 from zbfx.trace.objective import LOSS_PREFIX, MODEL_PREFIX, Objective
 from zbfx.trace.refusals import UNKNOWN_LINE, refuse, refuse_flex_attention, refuse_mixed_dtypes, refuse_subclass
 from zbfx.trace.signature import Signature
@@ -233,7 +234,7 @@ def canonical_names(model: nn.Module, loss_fn: Any) -> dict[str, str]:
 def fake_copies(model: nn.Module, loss_fn: Any, fake_mode: Any, device: torch.device) -> tuple[nn.Module, Any]:
     """Copies of model and loss whose parameters and buffers are fake. A tensor with two names has two names there too.
     In the copies, tensors that are plain attributes are buffers. So the pipeline reads and writes the live ones."""
-    memo: dict[int, Any] = {}
+    memo = without_look_outs(model, loss_fn)
     for name, tensor in named_tensors(model, loss_fn).items():
         if id(tensor) in memo:
             continue

@@ -1,0 +1,112 @@
+"""Tensors of a model whose values are on other ranks. In: the model of a pipeline that is bound over several ranks.
+Out: an error where it is asked for a `state_dict`, a copy or a pickle: some of these values would be old ones.
+
+A tensor is left behind from a step of a pipeline that trains it on other ranks until something writes into it here."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from zbfx._torch import own_buffers, own_parameters, persistent_buffers, state_dict_pre_hooks, version_of
+from zbfx.errors import ZbfxError, listed
+
+
+def leave_behind(tensor: Tensor) -> None:
+    """Note that other ranks train this tensor from now on."""
+    if not tensor.is_inference():
+        tensor.zbfx_left_behind = version_of(tensor)  # type: ignore[attr-defined]
+
+
+def is_left_behind(tensor: Tensor) -> bool:
+    """Whether nothing has written into a tensor since other ranks have trained it."""
+    return not tensor.is_inference() and getattr(tensor, "zbfx_left_behind", None) == version_of(tensor)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has data, and not those of before other ranks trained it."""
+    return not (tensor.is_meta or is_left_behind(tensor))
+
+
+def refuse_left_behind(named: Mapping[str, Tensor]) -> None:
+    """Raise if one of these tensors, which this rank is going to start from, was trained elsewhere meanwhile."""
+    if behind := [name for name, tensor in named.items() if is_left_behind(tensor)]:
+        raise ZbfxError(
+            f"a pipeline that was bound before has trained {listed(behind, 3)} on other ranks, and this one, which is "
+            f"cut elsewhere, would start from their old values here. Load them first, on every rank: "
+            f"model.load_state_dict(step.full_state_dict(everywhere=True)), with the step of that pipeline"
+        )
+
+
+def nothing(*_: Any) -> None:
+    """What becomes of the look-out in copies of a model that has all values."""
+
+
+def make_nothing() -> Callable[..., None]:
+    return nothing
+
+
+class LookOut:
+    """A hook of every module of a model, which raises before the module's `state_dict` is made if a tensor of it has
+    other values elsewhere. Modules are copied and pickled with their hooks, so it raises there too. `elsewhere` are the
+    tensors that other ranks train; `unsettled()` says what this rank's own tensors wait for."""
+
+    def __init__(self, elsewhere: Mapping[str, Tensor], unsettled: Callable[[], str | None]) -> None:
+        self.elsewhere = elsewhere
+        self.unsettled = weakref.WeakMethod(unsettled)  # the model outlives its steps
+
+    def watch(self, *parts: Any) -> None:
+        """Look out for a model and its loss, in the place of an earlier look-out."""
+        for module in modules_of(*parts):
+            hooks = state_dict_pre_hooks(module)
+            for number in [number for number, hook in hooks.items() if isinstance(hook, LookOut)]:
+                del hooks[number]
+            module.register_state_dict_pre_hook(self)
+
+    def trains(self) -> None:
+        """A step trains, on all ranks."""
+        for tensor in self.elsewhere.values():
+            if not is_left_behind(tensor):
+                leave_behind(tensor)
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        persistent = persistent_buffers(module)
+        kept = {name: buffer for name, buffer in own_buffers(module).items() if name in persistent}
+        own = {prefix + name: tensor for name, tensor in (own_parameters(module) | kept).items() if tensor is not None}
+        if own:
+            self.refuse(f"this state_dict of {type(module).__name__}", own)
+
+    def refuse(self, what: str, named: Mapping[str, Tensor]) -> None:
+        """Raise if some of these tensors have no values here, or old ones, or if those of this rank are not final."""
+        if others := [name for name, tensor in named.items() if not has_values(tensor)]:
+            raise ZbfxError(
+                f"{what} would mix trained values and old ones: other ranks have those of {listed(others, 3)}. Call "
+                f"step.full_state_dict(), on all ranks, for the whole model; step.named_parameters() and "
+                f"step.named_buffers() are what this rank has. To copy or pickle the model, make another one and load "
+                f"the whole into it"
+            )
+        unsettled = self.unsettled()
+        if unsettled is not None and (reason := unsettled()) is not None:
+            raise ZbfxError(f"{what} would not have its final values: {reason}")
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        self.refuse("a copy of the model", self.elsewhere)
+        return nothing
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        self.refuse("a pickle of the model", self.elsewhere)
+        return make_nothing, ()
+
+
+def modules_of(*parts: Any) -> list[nn.Module]:
+    """All modules of those parts that are modules."""
+    return [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
+
+
+def without_look_outs(*parts: Any) -> dict[int, Any]:
+    """Entries of a memo of `copy.deepcopy` for copies of modules that hold no values."""
+    hooks = [hook for module in modules_of(*parts) for hook in state_dict_pre_hooks(module).values()]
+    return {id(hook): nothing for hook in hooks if isinstance(hook, LookOut)}
