@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -48,6 +49,9 @@ READ_AS_DENSE = {
     **dict.fromkeys(_torch.ATTENTION, (0, 1, 2)),
     **dict.fromkeys(_torch.ATTENTION_BACKWARD, (0, 1, 2, 3)),
 }
+
+# Ops whose results are contiguous, whatever the strides of what they read.
+ROW_MAJOR = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 
 SLICES = (aten.slice.Tensor, aten.slice_backward.default)
 
@@ -299,15 +303,54 @@ def correct_statistics(graph: fx.Graph) -> None:
 
 
 def make_dense(node: fx.Node, position: int) -> None:
-    """Give `node` its argument in the dense memory format of the fake value, if the fake value has one."""
+    """Give `node` its argument with the strides of the fake value. Where that value has gaps, as a part of a larger one
+    has, what it is a view of gets the strides of its own fake value."""
     source = node.args[position]
     assert isinstance(source, fx.Node)
+    if dense := with_strides(source, node):
+        node.update_arg(position, dense)
+        return
+    owner = storage_owner(source)
+    if owner is not source and owner.target not in ROW_MAJOR and (dense := with_strides(owner, owner.next)):
+        owner.replace_all_uses_with(dense, delete_user_cb=lambda user: user not in parts_of(dense, owner))
+
+
+def parts_of(dense: fx.Node, source: fx.Node) -> set[fx.Node]:
+    """The nodes between a value and what `with_strides` made of it, that one included."""
+    found = set()
+    while dense is not source:
+        found.add(dense)
+        dense = dense.args[0]  # type: ignore[assignment]
+    return found
+
+
+def with_strides(source: fx.Node, before: fx.Node) -> fx.Node | None:
+    """A node before another one with a value that has the strides of its fake value, which are dense; None if they are
+    not, or the value is an input, which has those strides. Nothing is copied where they are right already."""
+    is_made = source.op == "call_function"
+    if not is_made:
+        return None
     fake = source.meta["val"]
     ranks = {torch.contiguous_format: None, torch.channels_last: 4, torch.channels_last_3d: 5}
-    for layout, rank in ranks.items():
-        if rank in (None, fake.ndim) and fake.is_contiguous(memory_format=layout) and source.op == "call_function":
-            with node.graph.inserting_before(node):
-                dense = node.graph.call_function(aten.contiguous.default, (source,), {"memory_format": layout})
-            dense.meta = dict(source.meta)
-            node.update_arg(position, dense)
-            return
+    formats = [layout for layout, rank in ranks.items() if rank in (None, fake.ndim)]
+    layout = next((layout for layout in formats if fake.is_contiguous(memory_format=layout)), None)
+    order = list(range(fake.ndim))
+    if layout is None:
+        layout, order = torch.contiguous_format, sorted(order, key=fake.stride, reverse=True)
+        if not fake.permute(order).is_contiguous():
+            return None
+
+    def inserted(operator: Any, value: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
+        with before.graph.inserting_before(before):
+            made = before.graph.call_function(operator, (value, *args), kwargs)
+        made.meta = dict(source.meta)
+        if args:
+            made.meta["val"] = value.meta["val"].permute(*args)
+        return made
+
+    if order == sorted(order):
+        return inserted(aten.contiguous.default, source, memory_format=layout)
+    turned = inserted(aten.permute.default, source, order)
+    dense = inserted(aten.contiguous.default, turned, memory_format=layout)
+    dense.meta["val"] = turned.meta["val"]
+    return inserted(aten.permute.default, dense, [order.index(dim) for dim in range(fake.ndim)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,15 +63,20 @@ def is_widening(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    return draws(node.target, node.args, node.kwargs)
+
+
+def draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator draws random numbers when it is called with these arguments."""
+    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
         return False
-    schema = _torch.schema_of(node.target)
+    schema = _torch.schema_of(operator)
     assert schema is not None, "operators have tags"
     dropout = [position for position, argument in enumerate(schema.arguments) if argument.name == "dropout_p"]
     if not dropout:
         return True
     # Attention is tagged for its dropout, which is mostly off.
-    return bool(node.args[dropout[0]] if dropout[0] < len(node.args) else node.kwargs.get("dropout_p", 0.0))
+    return bool(args[dropout[0]] if dropout[0] < len(args) else kwargs.get("dropout_p", 0.0))
 
 
 def flop_formula(node: fx.Node) -> Any:

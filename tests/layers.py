@@ -53,6 +53,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("optim",),
     (
         "gradient_check",
+        "check_causes",
+        "checked_runs",
+        "replayed",
         "candidate",
         "fit",
         "variants",

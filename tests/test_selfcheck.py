@@ -119,7 +119,7 @@ def test_where_random_data_mean_nothing_the_example_is_tried() -> None:
     ascending = Problem(Picky(), squares, (numbers(12, WIDTH), torch.arange(4).repeat(3)))
     pipe = compiled(ascending, 1, 3)
     report = check(pipe)
-    assert (report.compared, len(report.findings)) == (6, 0)  # two losses, twice; weight and bias
+    assert (report.compared, len(report.findings)) == (24, 0)  # two steps, twice: 3 losses, theirs, weight and bias
     assert pipe.schedule.notes == ()
     for choice in ("auto", True):
         with pytest.raises(ZbfxError) as caught:

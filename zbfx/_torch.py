@@ -448,6 +448,12 @@ def is_optimized(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod")
 
 
+def optimized_again(module: Any, copy: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """What `torch.compile` made of a module, made of a copy of that module."""
+    made: nn.Module = type(module)(copy(module._orig_mod), module.dynamo_ctx)
+    return made
+
+
 def is_compiled(value: object) -> bool:
     """Whether a module or a function is compiled by `torch.compile`, or `module.compile()`."""
     if isinstance(value, nn.Module):

@@ -49,3 +49,12 @@ def preserved_generators(*devices: torch.device) -> AbstractContextManager[None]
     accelerators = [device for device in devices if device.type != "cpu"]
     device_type = accelerators[0].type if accelerators else "cuda"
     return torch.random.fork_rng([device.index or 0 for device in accelerators], device_type=device_type)
+
+
+def generators(device: torch.device) -> list[Tensor]:
+    """The states of torch's global generators, of the host and of this device."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type != "cpu" else [])]
+
+
+def same_generators(before: list[Tensor], after: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(before, after, strict=True))

@@ -15,7 +15,7 @@ from zbfx import rng
 from zbfx.comm.together import on_all_ranks
 from zbfx.compiled import Compiled
 from zbfx.errors import TraceError, first_line
-from zbfx.gradient_check import Report, check_compiled
+from zbfx.gradient_check import Report, apart, check_compiled
 from zbfx.passes.nodes import value_bytes
 from zbfx.progress import announce
 from zbfx.trace.guard import Source
@@ -38,7 +38,7 @@ def checked(pipe: Compiled, source: Source, choice: bool | str) -> Compiled:
     announce("checking the pipeline on random microbatches")
     try:
         with undisturbed(pipe.device):
-            report = check_compiled(pipe, source, 0, TOLERANCE, TOLERANCE**2)
+            report = check_compiled(apart(pipe), source, 0, TOLERANCE, TOLERANCE**2)
     except (MemoryError, torch.OutOfMemoryError) as error:
         if choice is True:
             raise

@@ -192,16 +192,16 @@ def compiled(model: RandomModel, fuzzed: Fuzzed, cuts: Sequence[str] | None, sch
 def rescheduled(pipe: zbfx.Pipeline, fuzzed: Fuzzed, schedule: str) -> zbfx.Pipeline:
     """The same stages in another order."""
     costs = pipe.schedule.costs
-    order: Any = user_order(costs, fuzzed) if schedule == "user" else schedule
+    order: Any = user_order(costs, fuzzed.microbatches, fuzzed.seed) if schedule == "user" else schedule
     planned = plan(costs, fuzzed.microbatches, schedule=order, budget_s=SEARCH_S)
     return replace(pipe, compiled=replace(pipe.compiled, schedule=planned))
 
 
-def user_order(costs: CostTable, fuzzed: Fuzzed) -> list[list[Action]]:
+def user_order(costs: CostTable, microbatches: int, seed: int) -> list[list[Action]]:
     """A random order in which every action's inputs are there: per rank what it does, first to last."""
-    random, last = Random(fuzzed.seed), len(costs.placement) - 1
+    random, last = Random(seed), len(costs.placement) - 1
     orders: list[list[Action]] = [[] for _ in range(costs.rank_count)]
-    ready = [Action(Kind.F, 0, k) for k in range(fuzzed.microbatches)]
+    ready = [Action(Kind.F, 0, k) for k in range(microbatches)]
     while ready:
         action = ready.pop(random.randrange(len(ready)))
         if action.kind is Kind.F:  # a stage's Fs run in ascending order

@@ -52,8 +52,8 @@ def target(tmp_path: Path) -> str:
 
 def test_a_right_pipeline_is_reported(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", f"{target}:pipeline", "--stages", "2"]) == 0
-    # Two losses and four parameters.
-    assert capsys.readouterr().out == "8 results compared, 6 equal in bits, 0 wrong\n"
+    # Two losses, their mean and four gradients, in two steps, by the programs and by the model.
+    assert capsys.readouterr().out == "28 results compared, 14 equal in bits, 0 wrong\n"
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import zbfx
+from benchmarks.coverage.ambient import MODES, Watching
 from tests.support.models import Problem, mean_squares, numbers
-from tests.support.reference import compiled, default_dtype, reference
+from tests.support.reference import compiled, reference
 from zbfx.modes import SWITCHES
 from zbfx.runtime.step import Step
 
@@ -55,69 +54,6 @@ def problem() -> Problem:
     return Problem(Model(), mean_squares, (numbers(32, 8),), (numbers(32, 8, seed=2),))
 
 
-class Sines(TorchFunctionMode):
-    """Another function in the place of tanh."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (torch.sin if func is torch.tanh else func)(*args, **(kwargs or {}))
-
-
-class Watching(TorchDispatchMode):
-    """Notes the switches that operators run under."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[tuple[Any, ...]] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.add(tuple(switch.read() for switch in SWITCHES))
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def switch(index: int, value: Any) -> Iterator[None]:
-    before = SWITCHES[index].read()
-    SWITCHES[index].write(value)
-    try:
-        yield
-    finally:
-        SWITCHES[index].write(before)
-
-
-def within(mode: AbstractContextManager[Any], call: Callable[[], Any]) -> Any:
-    with mode:
-        return call()
-
-
-def mapped(call: Callable[[], Any]) -> Any:
-    found: list[Any] = []
-
-    def once(row: Tensor) -> Tensor:
-        found.append(call())
-        return row
-
-    torch.vmap(once)(torch.zeros(2, 1))
-    return found[0]
-
-
-def compiled_call(call: Callable[[], Any]) -> Any:
-    return torch.compile(call, backend="eager")()
-
-
-MODES: dict[str, Callable[[Callable[[], Any]], Any]] = {
-    "autocast": lambda call: within(torch.autocast("cpu", torch.bfloat16, cache_enabled=False), call),
-    "no_grad": lambda call: within(torch.no_grad(), call),
-    "enable_grad": lambda call: within(torch.enable_grad(), call),
-    "inference_mode": lambda call: within(torch.inference_mode(), call),
-    "default dtype": lambda call: within(default_dtype(torch.float64), call),
-    "default device": lambda call: within(torch.device("meta"), call),
-    "deterministic algorithms": lambda call: within(switch(1, 2), call),
-    "TF32": lambda call: within(switch(2, ("medium", "tf32", "ieee", "tf32", "bf16", "none", "none")), call),
-    "function mode": lambda call: within(Sines(), call),
-    "dispatch mode": lambda call: within(Watching(), call),
-    "torch.compile": compiled_call,
-    "vmap": mapped,
-}
 CHANGES = ("autocast", "default dtype", "function mode")  # what plain PyTorch computes for this model
 # Within plain PyTorch these leave nothing to differentiate, or no values.
 NOT_PLAIN = ("no_grad", "inference_mode", "default device", "torch.compile")

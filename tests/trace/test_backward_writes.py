@@ -151,8 +151,23 @@ def beside_a_checkpoint(self: Any, x: Tensor) -> Tensor:
     return checkpoint(lambda h: torch.tanh(self.layers[0](h)), x, use_reentrant=False)
 
 
+def saved_in_a_checkpoint(self: Any, x: Tensor) -> Tensor:
+    """The tensor that is written is one that the recomputed part has saved."""
+    return checkpoint(saved, self, x, use_reentrant=False)
+
+
+def saved_in_two_checkpoints(self: Any, x: Tensor) -> Tensor:
+    def part(h: Tensor) -> Tensor:
+        return Saving.apply(torch.tanh(self.layers[1](h)), self.amax)
+
+    x = checkpoint(part, x, use_reentrant=False)
+    return checkpoint(lambda h: part(h) + self.steps, x, use_reentrant=False)
+
+
 BODIES = [
     copied,
+    saved_in_a_checkpoint,
+    saved_in_two_checkpoints,
     saved,
     averaged,
     one_entry,
@@ -290,15 +305,25 @@ def keeps_in_a_function(self: Any, x: Tensor) -> Tensor:
     return Noting.apply(x, self.amax, lambda _, g: KEPT.append(g.norm()))
 
 
+def keeps_beside_a_checkpoint(self: Any, x: Tensor) -> Tensor:
+    return keeps(self, checkpoint(self.layers[0], x, use_reentrant=False))
+
+
+def saved_in_a_checkpoint_and_written(self: Any, x: Tensor) -> Tensor:
+    return averaged(self, saved_in_a_checkpoint(self, x))
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
+        (keeps_beside_a_checkpoint, "a hook on gradients, at .*, changes no gradient and writes no buffer"),
+        (saved_in_a_checkpoint_and_written, "writes into amax in a checkpointed part and outside of it"),
         (reads_what_it_writes, "the backward writes into amax, at .*test_backward_writes.py.* which the forward reads"),
         (writes_in_both, "the backward writes into amax, at .*, which the forward reads or writes"),
         (writes_a_parameter, r"writes in place into the parameter layers\.0\.bias, at"),
         (writes_a_global, "the backward writes in place into a tensor that the model does not hold"),
         (looks, "a hook on gradients, at .*test_backward_writes.py:.*, changes no gradient and writes no buffer"),
-        (keeps, r"the backward keeps a tensor of shape \(2, 4\) outside of the graph"),
+        (keeps, "a hook on gradients, at .*, changes no gradient and writes no buffer"),
         (keeps_in_a_function, r"the backward keeps a tensor of shape \(\) outside of the graph"),
     ],
 )

@@ -192,6 +192,37 @@ def test_attention_of_a_value_of_other_strides(stages: int) -> None:
     agree(Problem(AttentionOfNormed(), mean_squares, (numbers(4, 3, 4),), (numbers(4, 3, 4, seed=2),)), stages)
 
 
+class AttentionOfTurned(nn.Module):
+    """The batch is not the outermost dimension in memory: no memory format of torch's has such strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = (self.linear(x).transpose(0, 1).contiguous() * 2).transpose(0, 1)
+        y = self.norm(turned.transpose(1, 2)).transpose(1, 2)[:, None]
+        return F.scaled_dot_product_attention(y, y, y)[:, 0]
+
+
+class AttentionOfParts(nn.Module):
+    """Queries, keys and values are parts of what a batch norm gave a transposed input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(12), nn.Linear(4, 12, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.linear(x).transpose(1, 2)).transpose(1, 2)[:, None]
+        return F.scaled_dot_product_attention(*y.chunk(3, -1))[:, 0]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("model", [AttentionOfTurned, AttentionOfParts])
+def test_attention_of_values_of_strides_without_a_format(model: type[nn.Module], stages: int) -> None:
+    agree(Problem(model(), mean_squares, (numbers(4, 3, 4),), (numbers(4, 3, 4, seed=2),)), stages)
+
+
 class RotationOfNormed(nn.Module):
     """Pairs of numbers, dense in memory, are taken for complex ones: of what a batch norm gave a transposed input."""
 

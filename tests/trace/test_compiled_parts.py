@@ -78,8 +78,35 @@ def compile_forward(model: Any) -> None:
     model.second.forward = torch.compile(model.second.forward, backend="eager")
 
 
+class Own(nn.Module):
+    """A module of the user's own, with hooks, a parametrized weight and a buffer that it writes."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.layer.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(x.detach().sum())
+        return self.layer(x)
+
+
+def compile_a_module_of_the_user(model: Any) -> None:
+    model.second = torch.compile(Own(), backend="eager")
+
+
+def compile_a_parametrized_module(model: Any) -> None:
+    """Its class has a `__deepcopy__`, which what torch.compile makes of it passes on."""
+    model.second = torch.compile(nn.utils.parametrizations.weight_norm(model.second), backend="eager")
+
+
 CASES: list[tuple[Callable[[Any], None], str]] = [
     (compile_module, "second"),
+    (compile_a_module_of_the_user, "second"),
+    (compile_a_parametrized_module, "second"),
     (compile_in_place, "second"),
     (compile_function, "act"),
     (compile_in_a_list, "acts"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,7 +42,7 @@ class BackwardCode:
         def watch(*args: Any) -> Any:
             before = self.state(args)
             result = hook(*args)
-            if result is None and self.state(args) == before:
+            if is_unchanged(result, args) and self.state(args) == before:
                 self.idle[hook_line(hook)] = None
             return result
 
@@ -83,6 +84,15 @@ class BackwardCode:
         """Stand-ins for tensors that came in the backward and are there still."""
         before = {id(tensor) for tensor in self.before}
         return [tensor for tensor in _torch.under_the_tracer() if id(tensor) not in before]
+
+
+def is_unchanged(result: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a hook returned nothing, or the very gradients that it was given (after the module, if it is one's)."""
+    if result is None:
+        return True
+    given = next(value for value in args if not isinstance(value, nn.Module))
+    pairs = [_torch.pytree.tree_leaves(value) for value in (result, given)]
+    return len(pairs[0]) == len(pairs[1]) and all(map(is_, *pairs))
 
 
 def hook_line(hook: Hook) -> str:

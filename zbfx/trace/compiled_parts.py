@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -57,11 +58,21 @@ def items_of(value: Any) -> Collection[Any]:
     return value.values() if isinstance(value, dict) else (value,)
 
 
+def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of a module, made with `memo`, in which compiled parts are the copy's own."""
+    for part in reversed(list(module.modules())):
+        if _torch.is_optimized(part) and id(part) not in memo:  # else the copy is what its original makes of itself
+            memo[id(part)] = _torch.optimized_again(part, partial(copy.deepcopy, memo=memo))
+    copied = copy.deepcopy(module, memo)
+    rebind_compiled(copied, memo)
+    return copied
+
+
 def rebind_compiled(module: nn.Module, memo: dict[int, Any]) -> None:
     """In a deep copy of a module, made with `memo`, put methods of the copy in the place of compiled methods, which
-    are still those of the module that was copied."""
+    are still those of the module that was copied. (A copy of what `torch.compile` made of a module has its own.)"""
     for part in module.modules():
         for attribute, value in vars(part).items():
             original = _torch.original_of(value)
-            if isinstance(original, MethodType) and original is not value:
+            if isinstance(original, MethodType) and original is not value and id(original.__self__) in memo:
                 vars(part)[attribute] = copy.deepcopy(original, memo)

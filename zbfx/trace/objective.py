@@ -46,6 +46,8 @@ class Objective(nn.Module):
         self.leaves: list[Tensor] = []  # the tensors to which the gradient of the loss flows
         self.held: Named = {}  # parameters and buffers, as the forward and then the backward write them
         self.stand_ins: Named = {}  # buffers as the forward found them, for code that recomputes
+        self.noted: Mapping[str, tuple[int, int]] = {}  # how often each stand-in and its buffer had been written
+        self.written_late: set[str] = set()  # stand-ins that the backward of a recomputed part has written
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         if self.starts_afresh:
@@ -91,11 +93,12 @@ class Objective(nn.Module):
         before = self.tensors()
         buffers = dict(self.named_buffers(remove_duplicate=False))
         found = {id(buffer): _torch.functional(buffer) for buffer in buffers.values()}
-        self.stand_ins = {name: found[id(buffer)] for name, buffer in buffers.items()}
+        self.stand_in({name: found[id(buffer)] for name, buffer in buffers.items()})
         self.put(self.held)
         self.hooks.begin()
 
         def end() -> None:
+            self.keep_late_writes()
             self.keep_replaced()
             self.put(before)
 
@@ -118,16 +121,50 @@ class Objective(nn.Module):
         owner, _, attribute = name.rpartition(".")
         return self.get_submodule(owner), attribute
 
+    def stand_in(self, stand_ins: Named) -> None:
+        """A backward begins, in which code that recomputes finds these in the place of buffers."""
+        self.stand_ins, self.written_late = stand_ins, set()
+        self.noted = self.writes()
+
+    def writes(self) -> dict[str, tuple[int, int]]:
+        """How often each stand-in was written, and the buffer that it stands for."""
+        pairs = {name: (stand_in, self.held[name]) for name, stand_in in self.stand_ins.items()}
+        return {name: (_torch.writes_into(one), _torch.writes_into(other)) for name, (one, other) in pairs.items()}
+
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
         """Around code that recomputes: it reads buffers as the forward found them, and its writes are lost."""
         self.hooks.recompute = True
+        self.note_late_writes()
         before = self.tensors()
         self.put(self.stand_ins)
         try:
             yield
         finally:
             self.put(before)
+            self.noted = {name: (now, self.noted[name][1]) for name, (now, _) in self.writes().items()}
+
+    def note_late_writes(self) -> None:
+        now = self.writes()
+        self.written_late |= {name for name, (count, _) in now.items() if count != self.noted[name][0]}
+
+    def keep_late_writes(self) -> None:
+        """At the end of a backward: what a part's backward has written into a buffer that the part found as it was
+        recomputed, the buffer gets. Raises `TraceError` if the backward has written the buffer itself too."""
+        self.note_late_writes()
+        now, kept = self.writes(), dict[int, Tensor]()
+        for name in sorted(self.written_late):
+            buffer, stand_in = self.held[name], self.stand_ins[name]
+            if id(buffer) in kept:  # under another name
+                continue
+            if now[name][1] != self.noted[name][1]:
+                raise TraceError(
+                    f"the backward writes into {name.removeprefix(MODEL_PREFIX)} in a checkpointed part and outside of "
+                    f"it: in which order is not part of the graph. Use a buffer for each"
+                )
+            kept[id(buffer)] = buffer
+            with torch.no_grad():
+                buffer.copy_(stand_in)
 
 
 def write_replaced(name: str, before: Tensor, after: Tensor | None) -> None:

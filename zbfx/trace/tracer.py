@@ -24,7 +24,7 @@ from zbfx.graphs import Joint, Port, Role, copy_graph
 from zbfx.passes.sizes import inline_sizes
 from zbfx.trace.aliases import refuse_written
 from zbfx.trace.backward_writes import claim_reads, with_written_values
-from zbfx.trace.compiled_parts import note_of_compiled, rebind_compiled, without_compiling
+from zbfx.trace.compiled_parts import deep_copy, note_of_compiled, without_compiling
 from zbfx.trace.counters import numbers_of, refuse_counters
 from zbfx.trace.decompositions import RIGHT
 from zbfx.trace.first_forward import take_made
@@ -249,11 +249,8 @@ def fake_copies(model: nn.Module, loss_fn: Any, fake_mode: Any, device: torch.de
         memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
     fakes = dict(memo)
     try:
-        fake_model = copy.deepcopy(model, memo)
-        fake_loss_fn = copy.deepcopy(loss_fn, memo) if isinstance(loss_fn, nn.Module) else loss_fn
-        for copied in (fake_model, fake_loss_fn):
-            if isinstance(copied, nn.Module):
-                rebind_compiled(copied, memo)
+        fake_model = deep_copy(model, memo)
+        fake_loss_fn = deep_copy(loss_fn, memo) if isinstance(loss_fn, nn.Module) else loss_fn
         for copied in (fake_model, fake_loss_fn):
             for module, attribute, _, tensor in plain_tensors(copied) if isinstance(copied, nn.Module) else ():
                 delattr(module, attribute)
