@@ -45,10 +45,10 @@ def lower_adapters(microbatches: int) -> Problem:
 
 
 def bare(microbatches: int) -> Problem:
-    """The first rank computes, and has nothing to train."""
+    """The last rank computes, and has nothing to train."""
     problem = mlp(microbatches, layers=4)
-    first = [nn.Tanh(), nn.Sigmoid(), nn.Tanh(), nn.Softplus()]
-    return replace(problem, model=nn.Sequential(*first, *list(problem.model.children())[4:]))
+    last = [nn.Tanh(), nn.Sigmoid(), nn.Tanh(), nn.Softplus()]
+    return replace(problem, model=nn.Sequential(*list(problem.model.children())[:4], *last))
 
 
 MODELS = {"adapters": adapters, "lower adapters": lower_adapters, "bare": bare}

@@ -117,8 +117,9 @@ def every_pipeline(
 def zero(prepared: Compiled, replicas: int, ranks: int, rank: int) -> dict[str, Any]:
     """Training in float32 with and without ZeRO-1: losses, parameters, and how many numbers the optimizer steps."""
     mesh, results = mesh_of(replicas, ranks), {}
+    first = {id(w): {key: value.clone() for key, value in w.model.state_dict().items()} for w, _ in prepared.values()}
     for name, (whole, pipe) in prepared.items():
-        initial = {key: value.clone() for key, value in pipe.model.state_dict().items()}
+        initial = first[id(whole)]
         found = []
         for stage in (0, 1):
             pipe.model.load_state_dict(initial)
@@ -182,7 +183,7 @@ def steps_and_refusals(rank: int) -> dict[str, Any]:
     pipe = compiled(part(whole, 0, 2), 2, M)
     problem = part(whole, replica, 2)
     step = pipe.bind(mesh)
-    results["accumulated"] = accumulated(whole, step, problem)
+    results["accumulated"] = accumulated(step, problem)
     results["no data"] = refusal(step if replica else lambda: step(*problem.inputs, *problem.targets))
     more = tuple(torch.cat([t, t]) for t in (*problem.inputs, *problem.targets))
     results["other count"] = refusal(lambda: step(*(more if replica else (*problem.inputs, *problem.targets))))
@@ -234,7 +235,7 @@ def raise_on_purpose(*_: Any, **__: Any) -> Any:
     raise ArithmeticError("on purpose")
 
 
-def accumulated(whole: Problem, step: Any, problem: Problem) -> dict[str, Any]:
+def accumulated(step: Any, problem: Problem) -> dict[str, Any]:
     """Gradients over three steps, the second into a tensor of the user's own, against three times one step's."""
     batch = (*problem.inputs, *problem.targets)
     losses = [step(*batch).item()]
@@ -251,7 +252,7 @@ def accumulated(whole: Problem, step: Any, problem: Problem) -> dict[str, Any]:
     twice += [relative_error(p.grad, 2 * once[name]) for name, p in step.named_parameters()]
     for _, parameter in step.named_parameters():
         parameter.grad = None
-    return {"losses": losses, "kept": kept, "error": max(twice), "expected": alone(whole, 1)["losses"][0]}
+    return {"losses": losses, "kept": kept, "error": max(twice), "expected": alone(mlp(M * 2), 1)["losses"][0]}
 
 
 def named_schedules(rank: int, *names: str) -> dict[str, list[float]]:

@@ -100,6 +100,7 @@ def many_microbatches(rank: int) -> dict[str, Any]:
     problem = mlp(256)
     pipe = compiled(problem, 4, 256, schedule="zb-h1")
     found = pipe.bind()(*problem.inputs, *problem.targets).item()
+    problem.model.load_state_dict(mlp(256).model.state_dict())  # else of before the step, on all ranks but one
     return {"256": found, "local": pipe.run_local()(*problem.inputs, *problem.targets).item() if rank == 0 else None}
 
 
@@ -302,8 +303,8 @@ def other_values(rank: int) -> dict[str, list[str]]:
             for parameter in problem.model.parameters():
                 nn.init.normal_(parameter, generator=torch.Generator().manual_seed(rank))
         if case.startswith("checkpoint") and rank == 0:
-            state = problem.model.state_dict()
-            problem.model.load_state_dict({name: value * 0.5 for name, value in state.items()})
+            named = problem.model.named_parameters()
+            problem.model.load_state_dict({name: value.detach() * 0.5 for name, value in named})
         pipe = compiled(problem, 3, 3, check=False)
         if case == "bound again":  # each rank trains its own stage
             run(pipe.bind(), problem, 1)

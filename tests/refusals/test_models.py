@@ -143,7 +143,7 @@ def test_control_flow_by_values(model: type[nn.Module], text: str, way_out: str)
     assert line_of(model.forward, text) in message
     assert "value" in message
     assert way_out in message
-    assert ("Use torch.where" in message) is (model in (Branching, Routing, Asserting))
+    assert ("Use torch.where" in message) is (model in (Branching, Routing))
 
 
 def test_error_of_the_model_itself_names_its_line() -> None:
