@@ -243,12 +243,13 @@ def of_model(
     """Where the joint graph and the model itself differ: once for each name."""
     seen: set[str] = set()
     for step, (want, model) in enumerate(zip(expected, own, strict=False), 1):
+        top = least_of(want, 1.0)
         for name, value in model.values.items():
             precise = value.is_floating_point() or value.is_complex()
             rounding = torch.finfo(value.dtype).eps ** 0.5 if precise else 0.0
             allowed = max(tolerance, rounding)
             # What is zero but for rounding, as a bias before a norm, differs by as much as the largest gradient rounds.
-            least = least_of(want, max(floor, rounding / allowed if allowed else 0.0))
+            least = top * max(floor, rounding / allowed if allowed else 0.0)
             title = f"{name} of the model itself (a Python value that changes from call to call?)"
             if name not in seen and (finding := compare(title, value, want.values[name], allowed, least)):
                 seen.add(name)

@@ -18,7 +18,7 @@ from benchmarks.coverage.wide_models import CALLS, LOSSES, WRAPPINGS, Recipe, St
 from benchmarks.coverage.wide_parts import PARTS, REFUSED
 from benchmarks.coverage.wide_runs import Found, compare, differences
 
-FIRST, COUNT = 3000, 20
+FIRST, COUNT = 3000, 12
 
 
 def agrees(wide: Wide) -> None:
