@@ -54,10 +54,10 @@ CASES = {
 # Column -> where `compile` finds the function that takes the step.
 STEPS = {
     "trace": (zbfx.pipeline, "trace"),
-    "canonicalize": (zbfx.pipeline, "canonicalize"),
+    "canonicalize": (zbfx.pipeline, "canonical"),
     "partition": (zbfx.candidate, "partition"),
-    "split": (zbfx.candidate, "split"),
-    "extract": (zbfx.candidate, "extract"),
+    "split": (zbfx.candidate, "divided"),
+    "extract": (zbfx.candidate, "extracted"),
     "cost": (zbfx.candidate, "cost_table"),
     "plan": (zbfx.candidate, "plan"),
     "codegen": (zbfx.compiled, "generate"),
