@@ -292,7 +292,7 @@ def test_a_phase_is_compiled_once(monkeypatch: pytest.MonkeyPatch, costs: str) -
     monkeypatch.setattr("zbfx.program.boxed.inductor", compiled)
     batch = torch.ones(4, 8)
     pipe = zbfx.compile(
-        nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)),
+        nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)),
         stages=2,
         microbatches=2,
         example_inputs=(batch[:2],),
