@@ -369,6 +369,7 @@ def meeting(rank: int, patch: pytest.MonkeyPatch) -> dict[str, Any]:
         time.sleep(1)
         return group(*args)
 
+    load_again(problem.model)
     local = pipe.run_local()(*problem.inputs, *problem.targets).item()
     patch.setattr(process_groups, "new_group", ending)
     return {"late": loss, "local": local, "ended": refusal(pipe.bind)}

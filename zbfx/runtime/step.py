@@ -41,12 +41,14 @@ OFFERED = (
     "evaluate",
     "export",
     "full_state_dict",
+    "load",
     "named_buffers",
     "named_parameters",
     "parameters",
     "pipelines",
     "profile",
     "run_split",
+    "save",
     "verdict",
 )  # what `dir(step)` shows: what users call and read
 
