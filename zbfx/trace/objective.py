@@ -91,7 +91,9 @@ class Objective(nn.Module):
         """Called as the backward begins. Its code finds parameters and buffers as the forward left them."""
         self.part = "the backward"
         before = self.tensors()
-        buffers = dict(self.named_buffers(remove_duplicate=False))
+        buffers = {  # a first forward may have made others
+            name: buffer for name, buffer in self.named_buffers(remove_duplicate=False) if name in self.held
+        }
         found = {id(buffer): _torch.functional(buffer) for buffer in buffers.values()}
         self.stand_in({name: found[id(buffer)] for name, buffer in buffers.items()})
         self.put(self.held)
