@@ -7,7 +7,6 @@ import functools
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 import zbfx
 from tests.processes import passes_worker
+from tests.support.documents import blocks
 from tests.support.models import Problem, mlp
 from tests.support.pool import Launch
 from tests.support.reference import assert_same, compiled, default_dtype, reference, stepped
@@ -26,7 +26,7 @@ from zbfx.plan import Kind
 from zbfx.runtime.digest import digest
 
 SINE = [zbfx.Pass("joint", sine_for_tanh)]
-PAGE = Path(__file__).parents[1] / "docs" / "passes.md"
+PAGE = "docs/passes.md"
 
 
 class Sine(nn.Module):
@@ -230,7 +230,7 @@ def test_ranks_whose_passes_differ_hear_of_it(launch: Launch) -> None:
 
 def test_the_examples_of_the_page_run() -> None:
     names: dict[str, Any] = {}
-    for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL):
+    for code in blocks(PAGE, "python"):
         assert len(code.splitlines()) <= 45
-        exec(compile(code, str(PAGE), "exec"), names)
+        exec(compile(code, PAGE, "exec"), names)
     assert names["after"].costs.stages[1].backward_input_s < names["before"].costs.stages[1].backward_input_s

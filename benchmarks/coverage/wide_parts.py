@@ -24,7 +24,7 @@ class Noting(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, buffer: Tensor, note: Note) -> Tensor:
-        ctx.buffer, ctx.note = buffer, note
+        ctx.buffer, ctx.note = buffer, note  # saved for backward, a buffer could not be written at two places
         return x * 2
 
     @staticmethod

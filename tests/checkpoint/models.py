@@ -13,36 +13,26 @@ from torch.nn import functional as F
 import zbfx
 
 VOCABULARY = 48
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 16,
+    "use_cache": False,
+}
 
 
 def tied_llama() -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
+    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
     return transformers.LlamaForCausalLM(config)
 
 
 def mixtral() -> Any:
     """Files have a tensor for each expert, the model one for all."""
-    config = transformers.MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=4,
-        max_position_embeddings=16,
-        use_cache=False,
-    )
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4)
     return transformers.MixtralForCausalLM(config)
 
 

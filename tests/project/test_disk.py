@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "disk.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+from tests.support import documents
+from tests.support.documents import run
 
-
-def blocks(language: str) -> list[str]:
-    return [block for found, block in BLOCKS if found == language]
-
-
-def run(command: list[str], folder: Path) -> str:
-    """What the command prints. Programs of the environment that runs the tests come first."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    settings = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        command, cwd=folder, env=os.environ | settings, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+blocks = partial(documents.blocks, "docs/disk.md")
 
 
 @pytest.mark.slow

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
+from tests.support.documents import blocks
 from zbfx.schedule import names
 from zbfx.schedule.orders.registry import GENERATORS, SHAPES
 
-PAGE = Path(__file__).parents[2] / "docs" / "schedules.md"
+PAGE = "docs/schedules.md"
 
 
 def test_a_family_in_thirty_lines_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (code,) = blocks(PAGE, "python")
     assert len(code.splitlines()) <= 30
     before = names()
     try:
-        exec(compile(code, str(PAGE), "exec"), {})
+        exec(compile(code, PAGE, "exec"), {})
         assert set(names()) - set(before) == {"v-eager"}
     finally:
         GENERATORS.pop("v-eager", None)

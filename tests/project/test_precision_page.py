@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import torch
 
-PAGE = Path(__file__).parents[2] / "docs" / "precision.md"
+from tests.support.documents import blocks
 
 
 def test_the_page_on_precision_runs() -> None:
     torch.manual_seed(0)
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= 3
-    exec("\n".join(blocks), {})
+    found = blocks("docs/precision.md", "python")
+    assert len(found) >= 3
+    exec("\n".join(found), {})

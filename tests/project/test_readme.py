@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.support import documents
+from tests.support.documents import ROOT, run
 from zbfx.costs.tables import costs_from_json
 from zbfx.schedule import names, plan
 
-ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
-MAKE = [
-    line for language, block in BLOCKS if language == "sh" for line in block.splitlines() if line.startswith("make ")
-]
-COMMANDS = [
-    line.split("#")[0].strip()
-    for language, block in BLOCKS
-    if language == "sh"
-    for line in block.splitlines()
-    if line not in MAKE
-]
+blocks = partial(documents.blocks, "README.md")
+LINES = [line for block in blocks("sh") for line in block.splitlines()]
+MAKE = [line for line in LINES if line.startswith("make ")]
+COMMANDS = [line.split("#")[0].strip() for line in LINES if line not in MAKE]
 OF_ZBFX = [command for command in COMMANDS if command.startswith("python -m zbfx ")]
-
-
-def blocks(language: str) -> list[str]:
-    return [block for found, block in BLOCKS if found == language]
 
 
 def pictures() -> list[str]:
@@ -70,17 +59,6 @@ def zbfx_prints(
         return printed.out
 
     return run
-
-
-def run(command: list[str], folder: Path) -> str:
-    """What the command prints. Programs of the environment that runs the tests come first."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    settings = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        command, cwd=folder, env=os.environ | settings, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.processes

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zbfx
+from benchmarks.coverage.wide_parts import Noting, Saving
 from tests.support.models import Problem, numbers, squares
 from tests.support.reference import assert_same, compiled, default_dtype, reference, with_other
 from zbfx import InvalidSchedule, TraceError
@@ -26,20 +27,6 @@ def double_precision() -> Iterator[None]:
     torch.manual_seed(0)
     with default_dtype(torch.float64):
         yield
-
-
-class Noting(torch.autograd.Function):
-    """Doubles, and notes in its backward what `note(buffer, gradient)` makes of its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, buffer: Tensor, note: Callable[[Tensor, Tensor], object]) -> Tensor:
-        ctx.buffer, ctx.note = buffer, note  # saved for backward, a buffer could not be written at two places
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.note(ctx.buffer, gradient)
-        return gradient * 2, None, None
 
 
 class Noted(nn.Module):
@@ -61,20 +48,6 @@ class Noted(nn.Module):
 
 def copied(self: Any, x: Tensor) -> Tensor:
     return Noting.apply(x, self.amax, lambda buffer, g: buffer.copy_(g.abs().amax()))
-
-
-class Saving(torch.autograd.Function):
-    """Keeps the largest entry of its gradient in a tensor that it saved for its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, buffer: Tensor) -> Tensor:
-        ctx.save_for_backward(buffer)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.saved_tensors[0].copy_(gradient.abs().amax())
-        return gradient * 2, None
 
 
 def saved(self: Any, x: Tensor) -> Tensor:
