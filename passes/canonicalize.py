@@ -282,10 +282,11 @@ def allow_any_strides(graph: fx.Graph) -> None:
     """Make each view a reshape, which copies where no view is possible; give dense arguments to ops that need them."""
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
         node.target = aten.reshape.default
+    dense: dict[fx.Node, fx.Node] = {}
     for target, positions in READ_AS_DENSE.items():
         for node in graph.find_nodes(op="call_function", target=target):
             for position in positions:
-                make_dense(node, position)
+                make_dense(node, position, dense)
 
 
 def correct_statistics(graph: fx.Graph) -> None:
@@ -302,16 +303,26 @@ def correct_statistics(graph: fx.Graph) -> None:
                 user.meta["val"] = node.meta["val"][user.args[1]]
 
 
-def make_dense(node: fx.Node, position: int) -> None:
+def make_dense(node: fx.Node, position: int, known: dict[fx.Node, fx.Node]) -> None:
     """Give `node` its argument with the strides of the fake value. Where that value has gaps, as a part of a larger one
-    has, what it is a view of gets the strides of its own fake value."""
+    has, what it is a view of gets the strides of its own fake value. A backward reads the dense value that its forward
+    read: `known` has that of each source. Made again for the backward, it would count as a value of the forward that is
+    made after all others, and would travel to the last stage and back."""
     source = node.args[position]
     assert isinstance(source, fx.Node)
-    if dense := with_strides(source, node):
+    if source in known and known[source] < node:
+        node.update_arg(position, known[source])
+        return
+    if dense := with_strides(source, node, is_backward=node.meta["is_backward"]):
+        known[source] = dense
         node.update_arg(position, dense)
         return
     owner = storage_owner(source)
-    if owner is not source and owner.target not in ROW_MAJOR and (dense := with_strides(owner, owner.next)):
+    if (
+        owner is not source
+        and owner.target not in ROW_MAJOR
+        and (dense := with_strides(owner, owner.next, is_backward=owner.meta["is_backward"]))
+    ):
         owner.replace_all_uses_with(dense, delete_user_cb=lambda user: user not in parts_of(dense, owner))
 
 
@@ -324,7 +335,7 @@ def parts_of(dense: fx.Node, source: fx.Node) -> set[fx.Node]:
     return found
 
 
-def with_strides(source: fx.Node, before: fx.Node) -> fx.Node | None:
+def with_strides(source: fx.Node, before: fx.Node, *, is_backward: bool) -> fx.Node | None:
     """A node before another one with a value that has the strides of its fake value, which are dense; None if they are
     not, or the value is an input, which has those strides. Nothing is copied where they are right already."""
     is_made = source.op == "call_function"
@@ -343,7 +354,7 @@ def with_strides(source: fx.Node, before: fx.Node) -> fx.Node | None:
     def inserted(operator: Any, value: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
         with before.graph.inserting_before(before):
             made = before.graph.call_function(operator, (value, *args), kwargs)
-        made.meta = dict(source.meta)
+        made.meta = {**source.meta, "is_backward": is_backward}
         if args:
             made.meta["val"] = value.meta["val"].permute(*args)
         return made

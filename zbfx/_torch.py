@@ -608,6 +608,16 @@ def profiler_records() -> bool:
     return torch.autograd._profiler_enabled()
 
 
+def writes_arguments(operator: Any) -> bool:
+    """Whether an operator writes into some of its arguments."""
+    return bool(operator._schema.is_mutable)
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Meanwhile no mode of the dispatcher is on: operators of real tensors compute as in eager."""
+    return _disable_current_modes()
+
+
 def storage_of(tensor: Tensor) -> int:
     """The address of what a tensor, fake or not, is a view of."""
     return tensor.untyped_storage()._cdata

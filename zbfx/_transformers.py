@@ -7,10 +7,12 @@ convert_and_load_state_dict_in_model  5.24.0   what from_pretrained calls: renam
 _adjust_missing_and_unexpected_keys   5.24.0   takes out of its report what a model is known to miss
 _weight_conversions                   5.24.0   what save_pretrained reverts
 _is_hf_initialized                    5.24.0   marks modules that are not initialised again
+is_tracing, is_torchdynamo_exporting  5.24.0   what makers of masks ask before they look at values
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -81,3 +83,22 @@ def without_progress() -> Iterator[None]:
     finally:
         if is_shown:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def masks_as_in_eager(knows: Callable[[Any], bool]) -> Iterator[None]:
+    """Let models make the masks of eager: none, for the causal kernels of attention, where nothing is
+    padded and nothing packed. `knows` says of which tensors the tracer has values to look at."""
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    answers: dict[str, Callable[..., bool]] = {
+        "is_tracing": lambda tensor=None: not knows(tensor),
+        "is_torchdynamo_exporting": lambda: False,
+    }
+    before = {name: getattr(masks, name) for name in answers if hasattr(masks, name)}
+    try:
+        for name in before:
+            setattr(masks, name, answers[name])
+        yield
+    finally:
+        for name, answer in before.items():
+            setattr(masks, name, answer)

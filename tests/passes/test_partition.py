@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from tests.support.models import Maker, Problem, gpt, mlp, numbers, squares, t5, unet_group_norm
 from tests.support.reference import placed, placed_model, traced
@@ -116,3 +116,23 @@ def test_cuts_stay_where_more_would_cross() -> None:
     crossing = numpy.array([1.0, 1.0, 9.0, 1.0, 9.0, 1.0, 9.0, 1.0, 9.0, 1.0])
     found = level_ranks([1, 3, 5], (0, 1, 1, 0), work[None, :] - work[:, None], crossing)
     assert all(crossing[cut] == 1.0 for cut in found)
+
+
+class Attending(nn.Module):
+    """Attention that keeps what its backward reads, q and k of products in another order of dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) * 2 for part in self.project(x).chunk(3, dim=-1))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+def test_what_the_backward_of_attention_reads_stays_in_its_stage() -> None:
+    found = placed(
+        Problem(nn.Sequential(*(Attending() for _ in range(4))), squares, (numbers(2, 3, 8),)), 2, cuts=["2"]
+    )
+    assert [tuple(node.meta["val"].shape) for node in values_crossing(found)] == [(2, 3, 8)]

@@ -14,9 +14,11 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from zbfx import _torch
+from zbfx._transformers import masks_as_in_eager
 from zbfx.errors import TraceError
 from zbfx.trace.backward_code import BackwardCode, Hook
 from zbfx.trace.first_forward import FirstForward
+from zbfx.trace.known_values import KnownValues
 from zbfx.trace.refusals import LIBRARY_FOLDERS, refuse_subclass
 from zbfx.trace.signature import Signature
 from zbfx.trace.tensor_parallel import place_gradients
@@ -69,7 +71,7 @@ class Objective(nn.Module):
     def losses(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The loss of a microbatch, and its count if the loss function returns one."""
         args, kwargs = self.signature.unflatten(tensors)
-        with self.lines:
+        with self.lines, KnownValues() as known, masks_as_in_eager(known.knows):
             output = self.model(*args[: self.signature.input_count], **kwargs)
             if self.loss_fn is None:
                 return (checked_loss(model_loss(output), "the model"),)

@@ -1,0 +1,92 @@
+"""Values that a model makes of sizes and Python numbers alone, such as positions: known while it is traced.
+
+A tracer has no values of tensors, and so answers no question about them. Those of positions or causal masks follow from
+shapes. With them a model decides as it does in eager: without padding it takes attention's own causal kernel, say, and
+makes no mask. Followed are integers and truth values; whatever depends on the batch, on a parameter, on a buffer or on
+random numbers is unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zbfx import _torch
+from zbfx._torch import aten, pytree
+
+FOLLOWED_ELEMENTS = 2**20  # of a value, at most
+ORIGINS = (aten.arange, aten.zeros, aten.ones, aten.full, aten.eye, aten.scalar_tensor)
+UNSET = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
+HOST = torch.device("cpu")
+
+
+class KnownValues(_torch.TorchDispatchMode):
+    """Computes beside the tracer what follows from sizes alone, on the CPU, and answers for it where a model reads a
+    number or a truth value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = WeakTensorKeyDictionary()  # of the tensors that the model holds
+
+    def knows(self, tensor: Any) -> bool:
+        return isinstance(tensor, Tensor) and tensor in self.values
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        value = self.value_of(func, args, kwargs, read) if self.follows(func, args, kwargs, read) else None
+        if _torch.writes_arguments(func) and value is None:
+            self.forget(read)
+        if value is not None and not isinstance(value, Tensor | tuple | list):
+            return value
+        result = func(*args, **kwargs)
+        if value is not None:
+            self.note(result, value)
+        return result
+
+    def follows(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], read: Sequence[Tensor]) -> bool:
+        """Whether the operator's result has a known value."""
+        if func.overloadpacket in UNSET or torch.Tag.nondeterministic_seeded in func.tags:
+            return False
+        if read:
+            return all(tensor in self.values for tensor in read)
+        return func.overloadpacket in ORIGINS and not any(
+            isinstance(leaf, torch.SymInt) for leaf in pytree.tree_leaves((args, kwargs))
+        )
+
+    def value_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], read: Sequence[Tensor]) -> Any:
+        """The value of a result; None if it is not followed."""
+        if not read and kwargs.get("dtype") is not None and not is_whole(kwargs["dtype"]):
+            return None
+
+        def known(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return self.values[leaf]
+            return HOST if isinstance(leaf, torch.device) else leaf
+
+        with _torch.without_modes():
+            value = func(*pytree.tree_map(known, args), **pytree.tree_map(known, kwargs))
+        found = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        return (
+            None if any(tensor.numel() > FOLLOWED_ELEMENTS or not is_whole(tensor.dtype) for tensor in found) else value
+        )
+
+    def note(self, result: Any, value: Any) -> None:
+        for tensor, found in zip(pytree.tree_leaves(result), pytree.tree_leaves(value), strict=True):
+            if isinstance(tensor, Tensor):
+                self.values[tensor] = found
+
+    def forget(self, written: Iterable[Tensor]) -> None:
+        """Something unknown may be written into these, and so into all that share memory with them."""
+        lost = {_torch.storage_of(self.values[tensor]) for tensor in written if tensor in self.values}
+        if lost:
+            for tensor in [t for t, value in self.values.items() if _torch.storage_of(value) in lost]:
+                del self.values[tensor]
+
+
+def is_whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
