@@ -7,7 +7,7 @@ convert_and_load_state_dict_in_model  5.24.0   what from_pretrained calls: renam
 _adjust_missing_and_unexpected_keys   5.24.0   takes out of its report what a model is known to miss
 _weight_conversions                   5.24.0   what save_pretrained reverts
 _is_hf_initialized                    5.24.0   marks modules that are not initialised again
-is_tracing, is_torchdynamo_exporting  5.24.0   what makers of masks ask before they look at values
+is_tracing, is_torchdynamo_exporting  5.17.0, 5.24.0   what makers of masks ask before they look at values
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def masks_as_in_eager(knows: Callable[[Any], bool]) -> Iterator[None]:
     padded and nothing packed. `knows` says of which tensors the tracer has values to look at."""
     masks: Any = sys.modules.get("transformers.masking_utils")
     answers: dict[str, Callable[..., bool]] = {
-        "is_tracing": lambda tensor=None: not knows(tensor),
+        "is_tracing": lambda tensor=None: tensor is not None and not knows(tensor),
         "is_torchdynamo_exporting": lambda: False,
     }
     before = {name: getattr(masks, name) for name in answers if hasattr(masks, name)}
