@@ -48,8 +48,7 @@ from benchmarks.throughput.compare import describe, run_flags, words
 from benchmarks.throughput.ours import choices, materialize, own_parameters
 from benchmarks.world import World, time_limit
 from zbfx.optim import PostValidated
-from zbfx.optim.post_validated import Counts
-from zbfx.optim.state import Act, Layout, Rules, Verdict
+from zbfx.optim.state import Act, Counts, Layout, Rules, Verdict
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import sys
 
 from examples import train_gpt as demo
 from zbfx.optim import PostValidated
-from zbfx.optim.post_validated import Counts
+from zbfx.optim.state import Counts
 
 MAX_NORM = 0.6  # about as large as the norms of the demo's gradients
 

@@ -34,8 +34,8 @@ def test_copies(pipe: tuple[Problem, zbfx.Pipeline]) -> None:
 def test_arguments(pipe: tuple[Problem, zbfx.Pipeline]) -> None:
     step = pipe[1].run_local()
     inner, refused = adamw(step.parameters()), pytest.raises
-    with refused(zbfx.ZbfxError, match="wraps an optimizer of torch; found list"):
-        PostValidated([], step)  # type: ignore[arg-type]
+    with refused(zbfx.ZbfxError, match="wraps an optimizer of torch, or a list of them; found list"):
+        PostValidated([], step)
     with refused(zbfx.ZbfxError, match=r"the step whose parameters are optimized.*found Sequential"):
         PostValidated(inner, pipe[0].model)  # type: ignore[arg-type]
     with refused(zbfx.ZbfxError, match="max_norm is a number above 0"):
@@ -66,7 +66,7 @@ def test_arguments(pipe: tuple[Problem, zbfx.Pipeline]) -> None:
     optimizer = PostValidated(inner, step)
     with refused(zbfx.ZbfxError, match="this step has an optimizer"):
         PostValidated(inner, step)
-    with refused(zbfx.ZbfxError, match="wraps an optimizer of torch; found PostValidated"):
+    with refused(zbfx.ZbfxError, match="wraps an optimizer of torch, or a list of them; found PostValidated"):
         PostValidated(optimizer, step)
     with refused(zbfx.ZbfxError, match="takes no closure"):
         optimizer.step(lambda: None)

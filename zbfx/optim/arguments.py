@@ -13,6 +13,7 @@ import torch
 from zbfx._torch import gradient_dtype
 from zbfx.arguments import kind_of
 from zbfx.errors import ZbfxError, listed
+from zbfx.optim.state import Trained
 from zbfx.runtime.step import Step
 
 
@@ -46,6 +47,23 @@ def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
             f"PostValidated wraps an optimizer whose step() takes no arguments, since a pipeline's step has computed "
             f"the loss before; found {type(optimizer).__name__}, whose step needs {listed(needed)}. Use one that steps "
             f"once on the gradients, like AdamW or SGD"
+        )
+
+
+def refuse_strangers(optimizer: torch.optim.Optimizer, step: Step) -> None:
+    """Refuse parameters that are not the pipeline's, and pipelines whose verdict ranks would come to apart."""
+    channels = step.engine.channels
+    if channels is not None and channels.place.shard_count > 1:
+        raise ZbfxError(
+            "PostValidated comes to its verdict among the ranks of one shard, and shards of a model need one verdict; "
+            "found a mesh with the dimension 'tp'. Step the optimizer itself, after step.clip_grad_norm_(max_norm)"
+        )
+    known = {id(tensor) for tensor in (*Trained.of(step).parameters.values(), *step.parameters())}
+    strange = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    if strange:
+        raise ZbfxError(
+            f"{strange} parameters of the optimizer are not the pipeline's: their gradients would count on one rank "
+            f"alone. Make the optimizer from step.parameters(), and give others one of their own"
         )
 
 

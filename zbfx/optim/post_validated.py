@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from zbfx.arguments import compared, positive_number, true_or_false
 from zbfx.costs.estimate import hardware_of
 from zbfx.errors import ZbfxError
 from zbfx.optim import arguments
 from zbfx.optim.consecutive import OptimizerPlan, estimated, planned
+from zbfx.optim.final import FinalReaders, OnFinal
 from zbfx.optim.inverse import Arithmetic, Rollback, checked_rollback, obstacle_of
 from zbfx.optim.pending import PendingStep, hyperparameters, read, taken
-from zbfx.optim.state import Act, Layout, Rules, Share, Trained, Verdict, gradient_norms
+from zbfx.optim.several import Several
+from zbfx.optim.state import Act, Counts, Layout, Rules, Share, Trained, Verdict, gradient_norms
 from zbfx.optim.undo import Undo
 from zbfx.program.chain import Chain, order_of_ranks
 from zbfx.program.codegen import optimizer_program
@@ -26,18 +29,6 @@ from zbfx.runtime.runner import RankRunner
 from zbfx.runtime.step import Step
 
 WITH_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-
-
-@dataclass
-class Counts:
-    """What became of the steps of an optimizer: how many clipped, were skipped, had to be undone on a rank of this
-    process (`rolled_back`), and made the forwards of the next step run again on all ranks (`repeated`)."""
-
-    steps: int = 0
-    clipped: int = 0
-    skipped: int = 0
-    rolled_back: int = 0
-    repeated: int = 0
 
 
 class PostValidated(torch.optim.Optimizer):
@@ -51,7 +42,8 @@ class PostValidated(torch.optim.Optimizer):
     them so, on all ranks together, as do `state_dict`, `step.evaluate` and a second `step()`. Call it before you look
     at parameters, and at the end of training. `zero_grad()` takes effect then, too.
 
-    optimizer    torch's, over `step.parameters()`, with any groups and schedulers; schedulers may also wrap this one
+    optimizer    torch's, over `step.parameters()`, with any groups and schedulers; schedulers may also wrap this one. A
+                 list of several, each over parameters of its own: they step together, under one norm
     step         what `bind` or `run_local` gave, the same call on every rank
     max_norm     largest norm of all gradients together, as in `torch.nn.utils.clip_grad_norm_`; None: no clipping
     check_finite skip the step on all ranks if any gradient is not finite; `verdict` says where it began
@@ -68,7 +60,7 @@ class PostValidated(torch.optim.Optimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         step: Step,
         *,
         max_norm: float | None = None,
@@ -82,11 +74,12 @@ class PostValidated(torch.optim.Optimizer):
             self.optimizer = checked_optimizer(optimizer, step)
             self.target, self.sync = step, true_or_false("sync", sync)
             self.rules = Rules.of(max_norm, check_finite)
-            self.rollback = checked_rollback(rollback, optimizer)
-            self.grad_scaler = arguments.checked_scaler(grad_scaler, check_finite, optimizer)
+            self.rollback = checked_rollback(rollback, self.optimizer)
+            self.grad_scaler = arguments.checked_scaler(grad_scaler, check_finite, self.optimizer)
 
         asked = arguments.Asked(max_norm, check_finite, arguments.state_of(grad_scaler), rollback, sync)
         arguments.checked_step(step).agreed("PostValidated", checked, compared(asked))
+        self.readers = FinalReaders()
         self.pending: PendingStep | None = None
         self.unexplained: PendingStep | None = None  # skipped, and nobody has said why
         self.verdict: Verdict | None = None
@@ -100,7 +93,7 @@ class PostValidated(torch.optim.Optimizer):
         pipe = step.engine.pipe
         trained = Trained.of(step)
         self.parameters, self.stages = trained.parameters, trained.stages
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         holders = self.holders = trained.holders
         names = [name for name in self.parameters if name in self.stages]
         self.layout = Layout.of(names, order_of_ranks(pipe.schedule, pipe.loss_rank), holders)
@@ -276,6 +269,17 @@ class PostValidated(torch.optim.Optimizer):
         elif act is Act.STEPPED:
             self.pending.step_early(share)
 
+    def on_final(self, function: OnFinal) -> RemovableHandle:
+        """Call `function(verdict)` after each step, as soon as parameters and state are as its verdict says, on this
+        rank: in the next call of `step`, after its first forwards, or earlier where something settles. For averages and
+        whatever else reads parameters: one that writes into them is an error. It makes no calls that other ranks take
+        part in. `remove()` of the result ends it."""
+        return self.readers.add(function)
+
+    def refuse_calls(self) -> None:
+        """Raises `ZbfxError` within a function of `on_final`."""
+        self.readers.refuse_calls()
+
     @torch.no_grad()
     def settle(self) -> None:
         """Learn the verdict on the last step and correct it, if that has not happened yet; every rank calls it."""
@@ -323,6 +327,7 @@ class PostValidated(torch.optim.Optimizer):
         if self.zero is not None:
             self.optimizer.zero_grad(self.zero)
             self.zero = None
+        self.readers.call(verdict, [self.parameters[name] for share in self.shares for name in share.names])
 
     def scale(self) -> float:
         """The factor of the loss's gradient with which backwards start."""
@@ -375,21 +380,14 @@ class PostValidated(torch.optim.Optimizer):
         raise ZbfxError("add groups to the optimizer before PostValidated wraps it")
 
 
-def checked_optimizer(optimizer: torch.optim.Optimizer, step: Step) -> torch.optim.Optimizer:
-    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, PostValidated):
-        raise ZbfxError(f"PostValidated wraps an optimizer of torch; found {type(optimizer).__name__}")
-    arguments.refuse_closures(optimizer)
-    channels = step.engine.channels
-    if channels is not None and channels.place.shard_count > 1:
-        raise ZbfxError(
-            "PostValidated comes to its verdict among the ranks of one shard, and shards of a model need one verdict; "
-            "found a mesh with the dimension 'tp'. Step the optimizer itself, after step.clip_grad_norm_(max_norm)"
-        )
-    known = {id(tensor) for tensor in (*Trained.of(step).parameters.values(), *step.parameters())}
-    strange = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
-    if strange:
-        raise ZbfxError(
-            f"{strange} parameters of the optimizer are not the pipeline's: their gradients would count on one rank "
-            f"alone. Make the optimizer from step.parameters(), and give others one of their own"
-        )
-    return optimizer
+def checked_optimizer(given: Any, step: Step) -> torch.optim.Optimizer:
+    """The optimizer that was given, or several as one."""
+    optimizers = list(given) if isinstance(given, Sequence) and given else [given]
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, PostValidated):
+            raise ZbfxError(
+                f"PostValidated wraps an optimizer of torch, or a list of them; found {type(optimizer).__name__}"
+            )
+        arguments.refuse_closures(optimizer)
+        arguments.refuse_strangers(optimizer, step)
+    return optimizers[0] if optimizers[0] is given else Several(optimizers)

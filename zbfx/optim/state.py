@@ -141,6 +141,18 @@ class Verdict:
         return f"gradient norm {self.norm:.6g}, multiplied by {self.factor:.6g}"
 
 
+@dataclass
+class Counts:
+    """What became of the steps of an optimizer: how many clipped, were skipped, had to be undone on a rank of this
+    process (`rolled_back`), and made the forwards of the next step run again on all ranks (`repeated`)."""
+
+    steps: int = 0
+    clipped: int = 0
+    skipped: int = 0
+    rolled_back: int = 0
+    repeated: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What makes a step clip (`max_norm`, None: nothing) or skip (`check_finite`)."""

@@ -309,6 +309,8 @@ class Step:
     def begin(self, call: str, *, batch: bool = False) -> None:
         """A call that every rank makes begins; `batch`: the shapes of its batch follow."""
         self.refuse_ended()
+        if self.optimizer is not None:
+            self.optimizer.refuse_calls()
         self.ranks.begin(call, batch=batch)
 
     def agreed(self, call: str, work: Callable[[], T], arguments: Mapping[str, object]) -> T:
