@@ -66,7 +66,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "pipeline",
         "zbfx",
     ),
-    ("cli", "asked", "named_model", "measured_step", "playground", "__main__"),
+    ("cli", "asked", "named_model", "measured_step", "playground", "__main__", "hf"),
 )
 
 BELOW_SEARCH = ("schedule.schedule", "schedule.orders", "schedule.bounds", "schedule.integer")
@@ -87,7 +87,7 @@ KNOW_ONLY: Mapping[str, tuple[str, ...]] = {
 }
 WITHOUT_TORCH = ("documents", "errors", "plan", "timing", "show", *PLANNER)
 
-PRIVATE_NAMES = ("_torch", "_transformers")  # the rooms of all private names of torch and of transformers
+PRIVATE_NAMES = ("_torch", "_transformers", "hf")  # the rooms of all private names of torch and of transformers
 PYTHONS = ("_exit", "_getframe", "_replace")  # names with an underscore that Python documents
 
 # Names that several modules may define, each with its reason.

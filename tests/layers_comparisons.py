@@ -129,6 +129,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "formats: keys and units of files, of the system and of arguments": {
         "zbfx/comm/faults.py": ("state in ENDED",),
+        "zbfx/hf/trainer.py": ("ITEMS in inputs", "ITEMS not in batch"),
         "zbfx/named_model.py": ("'model' not in given",),
         "zbfx/checkpoint/objects.py": ("'each' in plain",),
         "zbfx/checkpoint/stored.py": ("weights == INITIAL",),

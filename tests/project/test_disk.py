@@ -22,8 +22,8 @@ blocks = partial(documents.blocks, "docs/disk.md")
 @pytest.mark.transformers
 def test_blocks_run_in_order_with_any_number_of_processes(tmp_path: Path) -> None:
     """With 2 processes, and with 1, which goes on from three quarters of it: the same losses."""
-    make, script, look = blocks("python")
-    (command,) = blocks("sh")
+    make, script, look, _ = blocks("python")
+    command, _ = blocks("sh")
     (tmp_path / "train.py").write_text(script)
     run([sys.executable, "-c", make], tmp_path)
     printed = run(shlex.split(command), tmp_path)
@@ -35,6 +35,19 @@ def test_blocks_run_in_order_with_any_number_of_processes(tmp_path: Path) -> Non
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-15", "step-20"]
     shutil.rmtree(checkpoints / "step-20")
     assert losses_of(run(shlex.split(command.replace("=2", "=1")), tmp_path)) == {20: losses[20]}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.transformers
+def test_trainer_runs_over_processes(tmp_path: Path) -> None:
+    make, _, _, script = blocks("python")
+    _, command = blocks("sh")
+    (tmp_path / "finetune.py").write_text(script)
+    run([sys.executable, "-c", make], tmp_path)
+    printed = run(shlex.split(command), tmp_path)
+    assert len(re.findall(r"'eval_loss': '?5\.", printed)) == 2, printed
+    assert sorted(path.name for path in (tmp_path / "tuned").iterdir()) == ["checkpoint-10", "checkpoint-5", "final"]
 
 
 def losses_of(printed: str) -> dict[int, set[str]]:

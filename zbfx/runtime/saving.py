@@ -63,24 +63,27 @@ class Saved:
         return self.path
 
 
-def save_step(step: Stepping, folder: Any, keep: Any, is_async: Any, objects: Mapping[str, Any]) -> Saved:
+def save_step(
+    step: Stepping, folder: Any, keep: Any, is_async: Any, with_frozen: Any, objects: Mapping[str, Any]
+) -> Saved:
     def prepared() -> tuple[Holding, State, dict[str, Any]]:
         path_of(folder)
         if keep is not None:
             whole_number("keep", keep, "how many checkpoints stay in the folder")
         true_or_false("async_", is_async)
+        true_or_false("frozen", with_frozen)
         refuse_left_out(step, objects)
         holding = Holding.of(step.source, step.engine)
-        return holding, *holding_state(holding, with_states(objects))
+        return holding, *holding_state(holding, left_out(holding, with_frozen), with_states(objects))
 
     end_saving(step)
-    asked = {"keep": keep, "async_": is_async, "objects": kinds_of(objects)}
+    asked = {"keep": keep, "async_": is_async, "frozen": with_frozen, "objects": kinds_of(objects)}
     holding, state, plains = step.agreed("save", prepared, asked)
 
     def gather(value: Any) -> list[Any]:
         return step.guarded(lambda: step.ranks.everywhere(value))
 
-    others = merged(step, objects, gather(plains))
+    others = merged(step, objects, gather(plains)) | {"left_out": sorted(left_out(holding, with_frozen))}
     if is_async:
         state.tensors = {key: on_host(value) for key, value in state.tensors.items()}
     plan = writing.plan_files(state.tensors, others, path_of(folder), step.count, keep, gather, holding.index)
@@ -119,9 +122,18 @@ def refuse_left_out(step: Stepping, objects: Mapping[str, Any]) -> None:
         )
 
 
-def holding_state(holding: Holding, objects: Mapping[str, Any]) -> tuple[State, dict[str, Any]]:
+def left_out(holding: Holding, with_frozen: bool) -> frozenset[str]:
+    """The tensors of the model that no step changes, unless a checkpoint has those too."""
+    changed = {name for name, tensor in holding.live.items() if tensor.requires_grad} | holding.written
+    return frozenset() if with_frozen else frozenset(holding.kept) - changed
+
+
+def holding_state(
+    holding: Holding, without: frozenset[str], objects: Mapping[str, Any]
+) -> tuple[State, dict[str, Any]]:
     """The tensors that this process gives, and the plain data of its objects, by label."""
-    own = [name for name in holding.kept if name in holding.owned and not holding.live[name].is_meta]
+    kept = [name for name in holding.kept if name not in without]
+    own = [name for name in kept if name in holding.owned and not holding.live[name].is_meta]
     state = State({holding.key(name): holding.live[name].detach() for name in own})
     plains = dict[str, Any]()
     for label, value in objects.items():
@@ -229,7 +241,7 @@ def model_targets(path: Path, holding: Holding, stored: Checkpoint) -> dict[str,
         own, shared = holding.key(name), f"model.{name}"
         key = own if own in stored.entries and stored.plain["processes"] == holding.processes else shared
         if key not in stored.entries:
-            if is_used:
+            if is_used and name not in stored.plain.get("left_out", ()):
                 raise ZbfxError(f"{path} has no {name}: it was saved from another model")
             continue
         entry = stored.entries[key]

@@ -240,17 +240,24 @@ class Step:
 
     @uncompiled
     def save(
-        self, folder: str | os.PathLike[str], *, keep: int | None = None, async_: bool = False, **objects: Any
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        async_: bool = False,
+        frozen: bool = True,
+        **objects: Any,
     ) -> Saved:
         """Write a checkpoint into `folder`, as `step-100` after 100 steps; `keep` the last so many of them. It has the
         model, `count`, the seed, and the `objects`: optimizers, and whatever has `state_dict` and `load_state_dict`. A
         step of any ranks, cut, replicas and `zero` loads it. All ranks call it with the same arguments, and one folder.
         A checkpoint that a failure leaves incomplete is none. `async_`: go on as soon as all is copied to the host's
-        memory; the next `save`, `load` or `close`, and `wait()` of the result, wait for the disk. Raises `ZbfxError` on
-        all ranks where one cannot write, or an object's state is more than plain data."""
+        memory; the next `save`, `load` or `close`, and `wait()` of the result, wait for the disk. `frozen`: with what
+        no step changes; without it, as for adapters, `load` leaves that as it is. Raises `ZbfxError` on all ranks where
+        one cannot write, or an object's state is more than plain data."""
         with self.alone():
             self.collect()
-            return saving.save_step(self, folder, keep, async_, objects)
+            return saving.save_step(self, folder, keep, async_, frozen, objects)
 
     @uncompiled
     def load(self, folder: str | os.PathLike[str], *, missing_ok: bool = False, **objects: Any) -> Path | None:

@@ -1,0 +1,151 @@
+"""A script of transformers' `Trainer` trains alike with and without a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import zbfx
+from tests.hf import script
+from tests.hf.script import STEPS, Points, Regression, Rows, arguments, history, llama, trainer, with_adapters
+from tests.support.pool import Launch
+from zbfx.checkpoint.distributed import stored_tensors, table_of
+from zbfx.hf import PipelineTrainer
+
+pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+LOCAL: dict[str, Any] = {"compile_options": {"stages": 3, "schedule": "zb-h1"}}
+TOLERANCE = {"loss": 1e-6, "eval_loss": 1e-6, "learning_rate": 0.0, "grad_norm": 1e-5}  # relative, in float32
+
+
+def assert_same(found: Mapping[str, list[float]], expected: Mapping[str, list[float]]) -> None:
+    assert expected["loss"]
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(values, rel=TOLERANCE[name], abs=0.0), name
+
+
+@pytest.mark.slow
+def test_losses_are_those_without_a_pipeline(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """20 steps over two processes, with evaluations; then from a checkpoint in the middle, over three ranks."""
+    folder = tmp_path_factory.mktemp("trainer")
+    plain = trainer(transformers.Trainer, folder / "plain", llama(), {})
+    plain.train()
+    expected = history(plain)
+    assert [len(expected[name]) for name in ("loss", "eval_loss")] == [STEPS, STEPS // 5]
+    for found in launch(2, script.over_ranks, 2, str(folder / "ranks")).values():
+        assert_same(found, expected)
+    names = sorted(path.name for path in (folder / "ranks").iterdir())
+    assert names == ["checkpoint-10", "checkpoint-20", "final"]
+    other = transformers.AutoModelForCausalLM.from_pretrained(folder / "ranks" / "final")
+    for value, wanted in zip(other.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6)
+    resumed = trainer(PipelineTrainer, folder / "ranks", llama(), {"eval_steps": 10}, **LOCAL)
+    resumed.train(resume_from_checkpoint=str(folder / "ranks" / "checkpoint-10"))
+    assert_same(history(resumed), expected)
+
+
+@pytest.mark.slow
+def test_adapters_alone_are_saved(tmp_path: Path) -> None:
+    """A model of peft, on resume too."""
+    peft = pytest.importorskip("peft")
+    options = {"max_steps": 6, "eval_steps": 3, "save_steps": 3, "learning_rate": 0.3}
+    plain = trainer(transformers.Trainer, tmp_path / "plain", with_adapters(), options)
+    plain.train()
+    run = trainer(PipelineTrainer, tmp_path / "run", with_adapters(), options, **LOCAL)
+    run.train()
+    assert_same(history(run), history(plain))
+    run = trainer(PipelineTrainer, tmp_path / "run", with_adapters(), options, compile_options={"stages": 2})
+    run.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    assert_same(history(run), history(plain))
+    run.save_model(str(tmp_path / "final"))
+    assert not list((tmp_path / "run").glob("**/model*.safetensors"))
+    (folder,) = (tmp_path / "run" / "checkpoint-6" / "pipeline").iterdir()
+    names = {name for name in stored_tensors(table_of(folder)) if name.startswith("model.")}
+    assert names == {f"model.{name}" for name, p in plain.model.named_parameters() if p.requires_grad}
+    loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "final")
+    for value, wanted in zip(loaded.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6)
+
+
+class Watcher(transformers.TrainerCallback):
+    """Counts what the Trainer tells callbacks."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.told.append("step")
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.told.append("evaluate")
+
+
+def test_losses_that_are_means(tmp_path: Path) -> None:
+    """Of a model that is not told the number of items; with callbacks, and the best checkpoint at the end."""
+    found: dict[type[Any], Any] = {}
+    options: dict[str, Any] = {"max_steps": 8, "eval_steps": 2, "save_steps": 2, "per_device_eval_batch_size": 2}
+    options |= {"load_best_model_at_end": True, "optim": "sgd", "learning_rate": 0.3, "save_total_limit": 1}
+    kinds: list[tuple[type[Any], dict[str, Any]]] = [(transformers.Trainer, {}), (PipelineTrainer, LOCAL)]
+    for kind, more in kinds:
+        watcher, model = Watcher(), Regression()
+        chosen = arguments(tmp_path / kind.__name__, **options)
+        run = kind(model, chosen, train_dataset=Points(24), eval_dataset=Points(4), callbacks=[watcher], **more)
+        run.train()
+        found[kind] = history(run), watcher.told, [p.detach().clone() for p in model.parameters()]
+    (expected, told, best), (losses, *others) = found.values()
+    assert_same(losses, expected)
+    assert others[0] == told
+    for value, wanted in zip(others[1], best, strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6)
+    with pytest.raises(zbfx.ZbfxError, match="found 3 rows to evaluate, and microbatches of 2"):
+        run.prediction_step(model, {"x": torch.zeros(3, 6), "labels": torch.zeros(3)}, True)
+    with pytest.raises(zbfx.ZbfxError, match="a step takes 6 rows, and the last one of an epoch has 2"):
+        run.filled({"x": torch.zeros(2, 6), "labels": torch.zeros(2)}, 6)
+    with pytest.raises(zbfx.ZbfxError, match="predict is not followed by a pipeline"):
+        run.predict(Points(2))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("fp16", True),
+        ("fsdp", "full_shard"),
+        ("gradient_checkpointing", True),
+        ("label_smoothing_factor", 0.1),
+        ("neftune_noise_alpha", 5.0),
+        ("torch_compile", True),
+        ("auto_find_batch_size", True),
+    ],
+)
+def test_training_arguments_that_it_cannot_follow_are_refused_by_name(name: str, value: Any, tmp_path: Path) -> None:
+    chosen = arguments(tmp_path, eval_strategy="no")
+    setattr(chosen, name, value)
+    with pytest.raises(zbfx.ZbfxError, match=f"{name}=.*is not followed by a pipeline"):
+        PipelineTrainer(Regression(), chosen, train_dataset=Points(6))
+
+
+def test_what_else_it_cannot_follow_is_refused_by_name(tmp_path: Path) -> None:
+    def refused(match: str, kind: type[Any] = PipelineTrainer, **more: Any) -> None:
+        with pytest.raises(zbfx.ZbfxError, match=match):
+            kind(Regression(), arguments(tmp_path, eval_strategy="no"), train_dataset=Points(6), **more)
+
+    class Custom(PipelineTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    refused("compute_metrics is not followed", compute_metrics=dict)
+    refused("compute_loss_func is not followed", compute_loss_func=dict)
+    refused("Custom.compute_loss would not be called", Custom)
+    run = trainer(PipelineTrainer, tmp_path, llama(), {}, **LOCAL)
+    with pytest.raises(zbfx.ZbfxError, match=r"resume_from_checkpoint='.*' has no folder 'pipeline'"):
+        run.train(resume_from_checkpoint=str(tmp_path))
+    uneven = [
+        {"input_ids": torch.zeros(2, length).long(), "labels": torch.zeros(2, length).long()} for length in (3, 4)
+    ]
+    with pytest.raises(zbfx.ZbfxError, match="rows of one shape; found others for input_ids, labels"):
+        run.counted(uneven)
+    assert len(Rows(3, 0)) == 3
