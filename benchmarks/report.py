@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,15 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    return {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}}
+    return {"python": platform.python_version(), **{name: found for name in PACKAGES if (found := installed(name))}}
+
+
+def installed(package: str) -> str:
+    """Its version; "" if it is missing."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def hardware() -> dict[str, Any]:

@@ -26,7 +26,8 @@ class Family:
         """Compile the blocks and the loss in place, as a training script does."""
         for block in self.blocks(model):
             block.compile()
-        model.loss_function = torch.compile(model.loss_function)
+        loss: Any = model.loss_function
+        model.loss_function = torch.compile(loss)
 
 
 def language_batch(vocabulary: int, length: int) -> Callable[[int, torch.device], Batch]:
@@ -90,7 +91,7 @@ def vit(layers: int = 24, hidden: int = 1024, size: int = 224) -> Family:
         return ViTForImageClassification(
             ViTConfig(
                 hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
-                num_attention_heads=hidden // 64, image_size=size, patch_size=16, num_labels=1000,
+                num_attention_heads=hidden // 64, image_size=size, patch_size=16, **{"num_labels": 1000},
             )
         )  # fmt: skip
 

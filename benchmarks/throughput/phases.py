@@ -79,7 +79,7 @@ def phase_calls(family: Family, model: nn.Module, precision: str, level: str, de
             check=False,
         )
     conditions = Conditions(device, pipe.compiler, overlap=False, warm_s=WARM_S)
-    calls = {}
+    calls: dict[str, Call] = {}
     for stage in pipe.stages:
         ready = prepared(stage, conditions)
         assert not ready.refused, ready.refused
@@ -98,7 +98,7 @@ def kernels(call: Call) -> dict[str, float]:
         torch.cuda.synchronize()
     total: Counter[str] = Counter()
     for event in profiler.events():
-        total[event.name[:90]] += event.device_time_total  # type: ignore[attr-defined]
+        total[event.name[:90]] += event.device_time_total
     return {name: round(us, 1) for name, us in total.most_common(KERNELS)}
 
 

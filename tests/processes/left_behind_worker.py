@@ -62,6 +62,9 @@ def bound_again(rank: int) -> dict[str, Any]:
     other = compiled(problem, 2, 3, cuts=["8"], check=False)
     other.bind().close()  # without a step nothing is left behind
     step = first.bind()
+    step(*problem.inputs, *problem.targets)  # gradients alone: no value has changed
+    problem.model.zero_grad()
+    other.bind().close()
     optimizer = torch.optim.AdamW(problem.model.parameters(), lr=1e-2)  # made before bind, of all parameters
     losses = [step(*problem.inputs, *problem.targets).item()]
     optimizer.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ def prepare(pipe: Compiled, source: Source, engine: Engine, holders: Mapping[str
     """Check these ranks' tensors, and move them to the device. `holders` of each, where ranks are not one process."""
     named = source.named
     source.guard.check_layouts(named, engine.tensor_names)
-    refuse_left_behind({name: named[name] for name in sorted(engine.tensor_names)})
-    if holders is not None:
+    if holders is None:
+        refuse_left_behind(name for name in sorted(engine.tensor_names) if is_left_behind(named[name]))
+    else:
         refuse_apart(named, holders, pipe.joint)
     take_gradient_dtypes(pipe, engine)
     move_to(engine.runners, pipe.device)
@@ -127,26 +129,31 @@ def refuse_other_values(channels: Channels, named: Mapping[str, Tensor]) -> None
 
 def warn_of_other_values(channels: Channels, named: Mapping[str, Tensor], used: Collection[str]) -> None:
     """Warn if two ranks of a pipeline have data for one tensor with different bits; `used` are those of this rank's
-    stages. Collective over the family, and all of it warns. Costs each rank about half a second per GB of the model on
-    a CPU core; a GPU reads its memory once. Tensors on the meta device, and DTensors, which each rank has its own part
-    of, are not compared; nor are those of other ranks' stages that these ranks have trained since."""
+    stages. Raise if a rank would start from values of before others trained them. Collective over the family, all of
+    which warns or raises. Costs each rank about half a second per GB of the model on a CPU core; a GPU reads its memory
+    once. Tensors on the meta device, and DTensors, which each rank has its own part of, are not compared; nor are those
+    of other ranks' stages that these ranks have trained since."""
+    behind = {name for name in named if is_left_behind(named[name])}
     kept = {
         name: tensor
         for name, tensor in named.items()
-        if not tensor.is_meta and tensor.layout is torch.strided and (name in used or not is_left_behind(tensor))
+        if not tensor.is_meta and tensor.layout is torch.strided and (name in used or name not in behind)
     }
     hashes = dict(zip(kept, fingerprints(kept.values()), strict=True))
-    everywhere: list[Any] = channels.gather(hashes)
-    place, different = channels.place, dict[str, str]()
+    everywhere = [Held(*found) for found in channels.gather((hashes, behind & set(used)))]
+    place, different, stale = channels.place, dict[str, str](), set[str]()
     ranks = len(place.processes)
     for replica in range(len(place.replicas)):
         first: dict[str, int] = {}
-        for rank, found in enumerate(everywhere[replica * ranks : (replica + 1) * ranks]):
-            for name in found:
+        together = everywhere[replica * ranks : (replica + 1) * ranks]
+        stale |= {name for held in together for name in held.behind if held.is_stale(name, together)}
+        for rank, held in enumerate(together):
+            for name in held.hashes:
                 other = first.setdefault(name, rank)
-                if found[name] != everywhere[replica * ranks + other][name]:
+                if held.hashes[name] != together[other].hashes[name]:
                     who = f"{place.name_of(replica, other)} and {place.name_of(replica, rank)}"
                     different.setdefault(name, f"{name} ({who})")
+    refuse_left_behind(sorted(stale))
     if different:
         warnings.warn(
             f"ranks of one pipeline have different values of {listed(different.values(), 3)}. Each stage starts from "
@@ -155,6 +162,19 @@ def warn_of_other_values(channels: Channels, named: Mapping[str, Tensor], used: 
             f"before bind; leave tensors of other ranks' stages on the meta device where that is meant",
             stacklevel=5,  # with the frame of `uncompiled`
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank says of its tensors: hashes of their values, and which it uses although others trained them since."""
+
+    hashes: Mapping[str, object]
+    behind: Collection[str]
+
+    def is_stale(self, name: str, everyone: Sequence[Held]) -> bool:
+        """Whether a tensor that others trained has other values there, as far as they can be compared."""
+        theirs = [held.hashes[name] for held in everyone if name in held.hashes and name not in held.behind]
+        return name not in self.hashes or not theirs or any(one != self.hashes[name] for one in theirs)
 
 
 def refuse_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> None:

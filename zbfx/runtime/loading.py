@@ -146,9 +146,12 @@ class Rehearsal:
     messages: Mapping[str, Message]
     positive: Collection[str]
     device: torch.device
-    name: str = "rehearsal"
     posted: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     sent: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.real.name}, rehearsing"
 
     def post(self, key: str) -> None:
         message = self.messages[key]

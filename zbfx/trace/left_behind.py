@@ -6,7 +6,7 @@ A tensor is left behind from a step of a pipeline that trains it on other ranks 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,9 +31,9 @@ def has_values(tensor: Tensor) -> bool:
     return not (tensor.is_meta or is_left_behind(tensor))
 
 
-def refuse_left_behind(named: Mapping[str, Tensor]) -> None:
-    """Raise if one of these tensors, which this rank is going to start from, was trained elsewhere meanwhile."""
-    if behind := [name for name, tensor in named.items() if is_left_behind(tensor)]:
+def refuse_left_behind(names: Iterable[str]) -> None:
+    """Raise if there are tensors that a rank is going to start from, and that others have trained meanwhile."""
+    if behind := list(names):
         raise ZbfxError(
             f"a pipeline that was bound before has trained {listed(behind, 3)} on other ranks, and this one, which is "
             f"cut elsewhere, would start from their old values here. Load them first, on every rank: "
