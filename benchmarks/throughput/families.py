@@ -22,12 +22,11 @@ class Family:
     cut: str  # the submodule that begins the second of two stages
     blocks: Callable[[nn.Module], Sequence[nn.Module]]
 
-    def compiled(self, model: nn.Module) -> None:
+    def compiled(self, model: Any) -> None:
         """Compile the blocks and the loss in place, as a training script does."""
         for block in self.blocks(model):
             block.compile()
-        loss: Any = model.loss_function
-        model.loss_function = torch.compile(loss)
+        model.loss_function = torch.compile(model.loss_function)
 
 
 def language_batch(vocabulary: int, length: int) -> Callable[[int, torch.device], Batch]:
@@ -88,12 +87,11 @@ def vit(layers: int = 24, hidden: int = 1024, size: int = 224) -> Family:
     def build() -> nn.Module:
         from transformers import ViTConfig, ViTForImageClassification
 
-        return ViTForImageClassification(
-            ViTConfig(
-                hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
-                num_attention_heads=hidden // 64, image_size=size, patch_size=16, **{"num_labels": 1000},
-            )
-        )  # fmt: skip
+        config: dict[str, Any] = {
+            "hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers,
+            "num_attention_heads": hidden // 64, "image_size": size, "patch_size": 16, "num_labels": 1000,
+        }  # fmt: skip
+        return ViTForImageClassification(ViTConfig(**config))
 
     with torch.device("meta"):
         names = [name for name, module in build().named_modules() if type(module).__name__.endswith("Layer")]

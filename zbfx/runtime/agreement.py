@@ -140,7 +140,7 @@ def warn_of_other_values(channels: Channels, named: Mapping[str, Tensor], used: 
         if not tensor.is_meta and tensor.layout is torch.strided and (name in used or name not in behind)
     }
     hashes = dict(zip(kept, fingerprints(kept.values()), strict=True))
-    everywhere = [Held(*found) for found in channels.gather((hashes, behind & set(used)))]
+    everywhere = [Bits(*found) for found in channels.gather((hashes, behind & set(used)))]
     place, different, stale = channels.place, dict[str, str](), set[str]()
     ranks = len(place.processes)
     for replica in range(len(place.replicas)):
@@ -165,13 +165,13 @@ def warn_of_other_values(channels: Channels, named: Mapping[str, Tensor], used: 
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Bits:
     """What a rank says of its tensors: hashes of their values, and which it uses although others trained them since."""
 
     hashes: Mapping[str, object]
     behind: Collection[str]
 
-    def is_stale(self, name: str, everyone: Sequence[Held]) -> bool:
+    def is_stale(self, name: str, everyone: Sequence[Bits]) -> bool:
         """Whether a tensor that others trained has other values there, as far as they can be compared."""
         theirs = [held.hashes[name] for held in everyone if name in held.hashes and name not in held.behind]
         return name not in self.hashes or not theirs or any(one != self.hashes[name] for one in theirs)
