@@ -1,5 +1,5 @@
-# `make demo` runs the main job, `make test` the checks and all tests, `make quick` the tests that need no patience.
-# Both create the virtual environment and install into it when it is missing.
+# `make demo` runs the main job, `make test` the checks and all tests, `make quick` the tests that need no patience,
+# `make docs` builds the site into site/. All create the virtual environment and install into it when it is missing.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,16 +8,19 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := test
-.PHONY: demo test quick lint
+.PHONY: demo test quick lint docs
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,demo]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,demo,docs]'
 	touch $@
 
 demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py
+
+docs: $(STAMP)
+	$(BIN)/python -m mkdocs build
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

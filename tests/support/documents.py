@@ -9,12 +9,34 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+
+
+def text_of(page: str) -> str:
+    """A page's text; `page` is relative to the repository."""
+    return (ROOT / page).read_text()
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """The code of a page's blocks in this language; `page` is relative to the repository."""
-    found = re.findall(r"^```(\w+)\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
-    return [code for name, code in found if name == language]
+    """The code of a page's blocks in this language."""
+    return [code for name, code in every_block(page) if name == language]
+
+
+def every_block(page: str) -> list[tuple[str, str]]:
+    """Language and code of each block of a page."""
+    return re.findall(r"^```(\w+)\n(.*?)^```$", text_of(page), re.MULTILINE | re.DOTALL)
+
+
+def commands(page: str) -> list[str]:
+    """The command lines of a page, without their comments."""
+    lines = [line.split("#")[0].strip() for block in blocks(page, "sh") for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+def scripts(page: str) -> list[str]:
+    """The Python blocks of a page that torchrun starts."""
+    launched = any(command.startswith("torchrun") for command in commands(page))
+    return [code for code in blocks(page, "python") if launched and "torch.distributed" in code]
 
 
 def run(command: list[str], folder: Path) -> str:

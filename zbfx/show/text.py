@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 from zbfx.plan import Action, CostTable, Edge, Kind, StageCost, Timetable
 from zbfx.show.explain import Account
+from zbfx.show.palette import FILLS
 from zbfx.show.units import amount, duration, ticks, time_unit
 from zbfx.timing.idle import memory_of
 from zbfx.timing.simulate import simulate
@@ -33,12 +34,7 @@ IDLE = "."
 TICK = 10  # characters from one tick to the next, about
 LEAST_FILLED = 0.7  # of the width
 BARS = " ▁▂▃▄▅▆▇█"
-COLOURS = {
-    Kind.F: "black on dodger_blue1",
-    Kind.B: "black on cyan2",
-    Kind.W: "black on green3",
-    Kind.BW: "black on gold3",
-}
+COLOURS = {kind: f"#000000 on {fill}" for kind, fill in FILLS.items()}  # terminals of fewer colours take the nearest
 
 
 def grid(schedule: Timetable, width: int = 120, columns: Columns = "time") -> str:
