@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("inductor")
     if config.getoption("dist", "no") != "no":
         longest_first(items)
+
+
+def pytest_collection_finish() -> None:
+    """Modules stay. Without looks at their objects, collecting garbage takes a tenth of the tests' time less."""
+    gc.collect()
+    gc.freeze()
 
 
 def longest_first(items: list[pytest.Item]) -> None:

@@ -74,6 +74,7 @@ def serve(connection: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     tasks: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=listen, args=(connection, tasks), daemon=True).start()
+    gc.freeze()
     connection.send_bytes(b"ready")
     while True:
         connection.send_bytes(outcome(tasks.get()))
