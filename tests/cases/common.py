@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zbfx
 from tests.support.models import Problem, numbers, squares
-from tests.support.reference import assert_same, compiled, reference, stepped
+from tests.support.reference import assert_same, compiled, one_trace, reference, stepped
 from zbfx import Kind, ZbfxError
 from zbfx.graphs import Phase
 
@@ -40,14 +40,17 @@ def of(body: Callable[..., Any], *more_inputs: Any, loss_fn: Any = squares, micr
 
 
 def check(problem: Problem, stages: int | Iterable[int] = (1, 2, 3), microbatches: int = 3, **options: Any) -> Any:
-    """A step equals plain autograd on a copy of the model: loss, gradients, buffers. Returns the last pipeline."""
+    """A step equals plain autograd on a copy of the model: loss, gradients, buffers. Returns the last pipeline. One
+    trace serves all numbers of stages."""
+    traces: dict[nn.Module, Any] = {}
     pipe = None
     start = copy.deepcopy(problem.model.state_dict())
     for count in (stages,) if isinstance(stages, int) else stages:
         problem.model.load_state_dict(start)
         eager = copy.deepcopy(problem.model)
         expected = reference(problem, microbatches, eager)
-        pipe = compiled(problem, count, microbatches, **options)
+        with one_trace(traces):
+            pipe = compiled(problem, count, microbatches, **options)
         assert_same(stepped(problem, pipe), expected, TOLERANCE)
         for (name, found), wanted in zip(problem.model.named_buffers(), eager.buffers(), strict=True):
             torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=0, msg=name)

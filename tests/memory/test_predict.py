@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +23,7 @@ from tests.support.models import (
     unet_group_norm,
     vit,
 )
-from tests.support.reference import beside, compiled, rescheduled, with_other
+from tests.support.reference import beside, rescheduled, shared, shared_problem, with_other
 from zbfx.costs import measure
 from zbfx.costs.made_up import argument_makers, made_up
 from zbfx.costs.measure import with_call_bytes
@@ -38,13 +37,12 @@ LINEAR = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 PLACED = ("interleaved-1f1b", "zb-v-order")
 
 
-@functools.cache
 def pipeline(make: Maker, schedule: str) -> zbfx.Pipeline:
-    return compiled(make(MICROBATCHES), 4 if schedule in LINEAR else 2, MICROBATCHES, schedule=schedule)
+    return shared(make, 4 if schedule in LINEAR else 2, MICROBATCHES, schedule=schedule)
 
 
 def rows_of(make: Maker, pipe: zbfx.Pipeline) -> list[list[torch.Tensor]]:
-    problem = make(MICROBATCHES)
+    problem = shared_problem(make, MICROBATCHES, torch.float32)
     return pipe.compiled.signature.split((*problem.inputs, *problem.targets), problem.kwargs, MICROBATCHES)
 
 
@@ -64,7 +62,7 @@ def note_end(died: list[bool], state: dict[str, bool]) -> None:
 
 @pytest.mark.inductor
 def test_compiled_phases_let_go_of_their_arguments() -> None:
-    pipe = compiled(mlp(2), 1, 2, schedule="zb-h1")
+    pipe = shared(mlp, 1, 2, schedule="zb-h1")
     compiler = Compiler(compiles=True)
     for kind, phase in pipe.stages[0].phases.items():
         inputs = phase.module.graph.find_nodes(op="placeholder")
@@ -87,7 +85,7 @@ def test_compiled_phases_let_go_of_their_arguments() -> None:
 @pytest.mark.inductor
 def test_compiled_products_are_added_where_the_gradient_is() -> None:
     """Neither into a copy of it, nor copied back."""
-    phase = compiled(mlp(2), 1, 2, schedule="zb-h1").stages[0].phases[Kind.W]
+    phase = shared(mlp, 1, 2, schedule="zb-h1").stages[0].phases[Kind.W]
     args = [made_up(n.meta["val"], torch.device("cpu")) for n in phase.module.graph.find_nodes(op="placeholder")]
     run = Compiler(compiles=True)(phase)
     with torch.no_grad():
@@ -109,7 +107,7 @@ def moments_with(pipe: zbfx.Pipeline, measured: dict[Kind, CallBytes]) -> tuple[
 
 
 def test_what_kernels_were_measured_to_hold_counts_while_they_run() -> None:
-    pipe = compiled(gpt(MICROBATCHES), 2, MICROBATCHES, schedule="zb-h1")
+    pipe = shared(gpt, 2, MICROBATCHES, schedule="zb-h1")
     hidden = {Kind.F: 10**6, Kind.B: 3 * 10**6, Kind.W: 2 * 10**6}
     found = moments_with(pipe, {kind: CallBytes(size, 10**9) for kind, size in hidden.items()})
     for before, after in zip(pipe.memory[0].moments, found, strict=True):
@@ -120,7 +118,7 @@ def test_what_kernels_were_measured_to_hold_counts_while_they_run() -> None:
 
 def test_calls_hold_no_more_than_they_were_measured_to() -> None:
     """A compiler that fuses makes fewer values than the graph has."""
-    pipe = compiled(gpt(MICROBATCHES), 2, MICROBATCHES, schedule="zb-h1")
+    pipe = shared(gpt, 2, MICROBATCHES, schedule="zb-h1")
     of_graph = pipe.memory[0].moments
     low, high = (moments_with(pipe, {Kind.F: CallBytes(0, most)}) for most in (300, 1100))
     for whole, little, more in zip(of_graph, low, high, strict=True):
@@ -147,7 +145,7 @@ def test_calls_are_measured_as_a_step_makes_them(make: Maker, monkeypatch: pytes
     """A phase that runs as traced holds what its graph says, whether its arguments live on or die inside."""
     monkeypatch.setattr(measure, "most_bytes", counted_most)
     monkeypatch.setattr(measure, "CUDA_GRANULE", 1)
-    pipe = compiled(make(2), 2, 2, schedule="zb-h1")
+    pipe = shared(make, 2, 2, schedule="zb-h1")
     device = torch.device("cpu")
     seen = 0
     with torch.no_grad():
@@ -163,13 +161,13 @@ def test_calls_are_measured_as_a_step_makes_them(make: Maker, monkeypatch: pytes
 
 
 def test_calls_as_in_a_step_hold_what_they_were_measured_to() -> None:
-    phase = compiled(mlp(2), 1, 2, schedule="zb-h1").stages[0].phases[Kind.B]
+    phase = shared(mlp, 1, 2, schedule="zb-h1").stages[0].phases[Kind.B]
     phase = replace(phase, measured=CallBytes(hidden=10, most=500, expected=300, usual=250))
     assert [phase.most_bytes(peak) for peak in (200, 300, 495)] == [210, 250, 500]
 
 
 def test_values_of_a_w_beside_a_b_are_held_until_it_is_joined() -> None:
-    pipe = beside(compiled(gpt(MICROBATCHES), 2, MICROBATCHES, schedule="zb-h1"))
+    pipe = beside(shared(gpt, 2, MICROBATCHES, schedule="zb-h1"))
     assert pipe.schedule.beside
     counters = measured_peaks(pipe, rows_of(gpt, pipe))
     assert [memory.highest.peak_bytes for memory in pipe.memory] == [counter.peak for counter in counters]

@@ -10,7 +10,7 @@ from torch import fx
 
 import zbfx
 from tests.support.models import Maker, gpt, gpt2, mlp, unet_batch_norm
-from tests.support.reference import compiled, rescheduled, stepped
+from tests.support.reference import rescheduled, shared, shared_problem, stepped
 from zbfx.costs.estimate import Link
 from zbfx.passes.cluster import inseparable, part_of
 from zbfx.plan import Kind
@@ -24,7 +24,7 @@ M = 5
 
 @pytest.mark.parametrize("make", [gpt, gpt2, mlp, unet_batch_norm])
 def test_parts_of_w_make_every_gradient_once(make: Maker) -> None:
-    for stage in compiled(make(2), 2, 2).stages:
+    for stage in shared(make, 2, 2).stages:
         phase = stage.phases[Kind.W]
         groups = inseparable(phase)
         assert sorted(name for group in groups for name in group) == sorted(phase.gradients)
@@ -36,15 +36,15 @@ def test_parts_of_w_make_every_gradient_once(make: Maker) -> None:
 
 
 def test_layers_of_an_mlp_come_apart() -> None:
-    phase = compiled(mlp(2), 2, 2).stages[1].phases[Kind.W]
+    phase = shared(mlp, 2, 2).stages[1].phases[Kind.W]
     assert len(inseparable(phase)) == len(phase.gradients) == 6  # three layers, weight and bias
 
 
 @pytest.mark.parametrize("make", [gpt, gpt2])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_same_bits_as_whole_ws(make: Maker, schedule: str) -> None:
-    problem = make(M)
-    pipe = rescheduled(compiled(problem, 2, M), M, schedule)
+    problem = shared_problem(make, M, torch.float32)
+    pipe = rescheduled(shared(make, 2, M), M, schedule)
     loss, gradients = stepped(problem, pipe)
     clustered = replicated(pipe.compiled, 2, SLOW)
     assert any(found.trailing > 1 for found in clustered.reductions)
@@ -75,7 +75,7 @@ def calls_and_sums(program: zbfx.program.codegen.Program) -> list[tuple[str, set
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2"])
 def test_each_sum_starts_right_after_the_last_w_of_its_bucket(schedule: str) -> None:
-    pipe = replicated(rescheduled(compiled(mlp(M), 2, M), M, schedule).compiled, 2, SLOW)
+    pipe = replicated(rescheduled(shared(mlp, 2, M), M, schedule).compiled, 2, SLOW)
     for program in pipe.programs:
         found = calls_and_sums(program)
         sums = [index for index, (kind, _) in enumerate(found) if kind == "sum"]
@@ -91,7 +91,7 @@ def test_each_sum_starts_right_after_the_last_w_of_its_bucket(schedule: str) -> 
 
 
 def test_without_clustering_all_sums_wait_for_the_last_w() -> None:
-    pipe = replicated(compiled(mlp(M), 2, M).compiled, 2, SLOW, cluster=False)
+    pipe = replicated(shared(mlp, 2, M).compiled, 2, SLOW, cluster=False)
     for program in pipe.programs:
         kinds = [kind for kind, _ in calls_and_sums(program)]
         assert kinds == ["call"] * kinds.count("call") + ["sum"] * kinds.count("sum")
@@ -100,7 +100,7 @@ def test_without_clustering_all_sums_wait_for_the_last_w() -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
 @pytest.mark.parametrize("bytes_per_s", [1e7, 1e8, 1e9])
 def test_clustering_hides_more(schedule: str, bytes_per_s: float) -> None:
-    pipe = rescheduled(compiled(mlp(M), 2, M), M, schedule).compiled
+    pipe = rescheduled(shared(mlp, 2, M), M, schedule).compiled
     link = Link(0.0, bytes_per_s, replicas=2)
     clustered, whole = replicated(pipe, 2, link), replicated(pipe, 2, link, cluster=False)
     for ours, theirs in zip(clustered.reductions, whole.reductions, strict=True):

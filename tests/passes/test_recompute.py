@@ -12,7 +12,7 @@ import zbfx
 from benchmarks.gpt import GPT, GPTConfig, next_token_loss
 from tests.support.live_bytes import measured_peaks
 from tests.support.models import Problem, gpt, mlp, numbers, squares
-from tests.support.reference import Gradients, assert_same, compiled, gradients, placed, stepped
+from tests.support.reference import Gradients, assert_same, compiled, gradients, placed, shared, shared_problem, stepped
 from zbfx.passes.extract import extract
 from zbfx.passes.recompute import Level, recompute
 from zbfx.passes.split import split
@@ -52,9 +52,9 @@ def test_recomputation_saves_clearly_less_until_b_and_no_more_until_w() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["cheap", "full"])
 def test_recomputed_values_have_the_same_bits_and_the_predicted_size(level: str) -> None:
-    problem = gpt(3)
-    expected = stepped(problem, compiled(problem, 2, 3))
-    pipe = compiled(problem, 2, 3, recompute=level)
+    problem = shared_problem(gpt, 3, torch.float32)
+    expected = stepped(problem, shared(gpt, 2, 3))
+    pipe = shared(gpt, 2, 3, recompute=level)
     assert_same(stepped(problem, pipe), expected, tolerance=0)
     rows = pipe.compiled.signature.split((*problem.inputs, *problem.targets), problem.kwargs, 3)
     assert [memory.highest.peak_bytes for memory in pipe.memory] == [c.peak for c in measured_peaks(pipe, rows)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
+from functools import cache
 
 import pytest
 import torch
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import zbfx
 from tests.support.models import Maker, Problem, gpt, gpt2, numbers, squares, unet_batch_norm
-from tests.support.reference import assert_same, beside, compiled, stepped
+from tests.support.reference import assert_same, beside, compiled, shared, shared_problem, stepped
 from zbfx.plan import CostTable, Kind
 
-ORDERS = ["F0.0 F0.1 F0.2 B0.0 W0.0 B0.1 W0.1 B0.2 W0.2", "F1.0 B1.0 F1.1 W1.0 B1.1 F1.2 W1.1 B1.2 W1.2"]
+ORDERS = ("F0.0 F0.1 F0.2 B0.0 W0.0 B0.1 W0.1 B0.2 W0.2", "F1.0 B1.0 F1.1 W1.0 B1.1 F1.2 W1.1 B1.2 W1.2")
 
 
 def costs_beside(pipe: zbfx.Pipeline) -> CostTable:
@@ -30,22 +30,22 @@ def costs_beside(pipe: zbfx.Pipeline) -> CostTable:
     [(gpt, "zb-h2"), (gpt, "interleaved-1f1b"), (gpt2, "interleaved-1f1b"), (unet_batch_norm, "zb-h2")],
 )
 def test_equal_in_bits_to_one_after_the_other(maker: Maker, schedule: str) -> None:
-    problem, count = maker(6), 2 if schedule == "interleaved-1f1b" else None
-    plain = compiled(problem, 2, 6, schedule=schedule, stages_per_rank=count)
+    problem = shared_problem(maker, 6, torch.float32)
+    plain = shared(maker, 2, 6, schedule=schedule, stages_per_rank=2 if schedule == "interleaved-1f1b" else None)
     overlapped = beside(plain)
     assert plain.schedule.beside == ()
     assert len(overlapped.schedule.beside) >= 8
     assert_same(stepped(problem, overlapped), stepped(problem, plain), tolerance=0)
 
 
-def ordered(**options: Any) -> zbfx.Pipeline:
-    plain = compiled(gpt(3), 2, 3, schedule=ORDERS)
-    return compiled(gpt(3), 2, 3, schedule=ORDERS, costs=costs_beside(plain), **options)
+@cache
+def overlapping() -> zbfx.Pipeline:
+    return shared(gpt, 2, 3, schedule=ORDERS, costs=costs_beside(shared(gpt, 2, 3, schedule=ORDERS)), overlap=True)
 
 
 @pytest.mark.slow
 def test_the_program_starts_a_w_before_its_b_and_joins_it_after_the_b_was_sent() -> None:
-    pipe = ordered(overlap=True)
+    pipe = overlapping()
     assert [(str(w), str(b)) for w, b in pipe.schedule.beside] == [
         ("W0.0", "B0.1"),
         ("W0.1", "B0.2"),
@@ -64,7 +64,7 @@ def test_the_program_starts_a_w_before_its_b_and_joins_it_after_the_b_was_sent()
 
 @pytest.mark.slow
 def test_what_a_w_reads_lives_until_it_is_joined() -> None:
-    pipe = ordered(overlap=True)
+    pipe = overlapping()
     nodes = list(pipe.programs[0].module.graph.nodes)
     for guest, _ in pipe.schedule.beside:
         if guest.stage != 0:
@@ -77,12 +77,11 @@ def test_what_a_w_reads_lives_until_it_is_joined() -> None:
 
 @pytest.mark.slow
 def test_no_w_that_would_break_the_limit_runs_beside_another() -> None:
-    problem = gpt(6)
-    costs = costs_beside(compiled(problem, 2, 6))
+    costs = costs_beside(shared(gpt, 2, 6))
     found = {}
     for limit in ("1x", "1.5x", "2x"):
         free, serial = (
-            compiled(problem, 2, 6, schedule="auto", overlap=overlap, costs=costs, mem_limit=limit).schedule
+            shared(gpt, 2, 6, schedule="auto", overlap=overlap, costs=costs, mem_limit=limit).schedule
             for overlap in (True, False)
         )
         assert free.mem_limit is not None
@@ -118,6 +117,6 @@ def test_phases_that_share_what_they_write_are_kept_apart() -> None:
 
 
 def test_overlap_is_for_devices_with_streams() -> None:
-    assert compiled(gpt(3), 2, 3).schedule.beside == ()
+    assert shared(gpt, 2, 3).schedule.beside == ()
     with pytest.raises(zbfx.errors.ZbfxError, match="overlap is True, False or None; found 'yes'"):
         compiled(gpt(3), 2, 3, overlap="yes")

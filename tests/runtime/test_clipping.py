@@ -11,7 +11,7 @@ from torch import nn
 
 import zbfx
 from tests.support.models import gpt2, mlp
-from tests.support.reference import compiled, default_dtype, loss_of
+from tests.support.reference import compiled, default_dtype, loss_of, shared, shared_problem
 from zbfx import ZbfxError
 
 double = default_dtype(torch.float64)
@@ -22,10 +22,10 @@ double = default_dtype(torch.float64)
 @pytest.mark.parametrize("max_norm", [1e-3, 1e6, 0.0, float("inf")])
 def test_clipping_equals_torch(max_norm: float, norm_type: float) -> None:
     """Of a model with a tied parameter that two ranks hold, and a parameter without gradient."""
-    problem = gpt2(2)
-    problem.model.double()
+    problem = shared_problem(gpt2, 2, torch.float64)
+    problem.model.zero_grad()
     plain = copy.deepcopy(problem.model)
-    step = compiled(problem, 2, 2).run_local()
+    step = shared(gpt2, 2, 2).run_local()
     step(*problem.inputs, *problem.targets)
     loss_of(problem, plain, problem.inputs, problem.targets, {}).backward()
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
@@ -62,4 +62,4 @@ def test_complex_gradients() -> None:
 @pytest.mark.parametrize("wrong", [(-1.0, 2.0), (float("nan"), 2.0), (1.0, 0.0), (1.0, -1.0), ("a", 2.0), (None, 2.0)])
 def test_wrong_norms_are_refused(wrong: tuple[Any, Any]) -> None:
     with pytest.raises(ZbfxError, match=r"max_norm"):
-        compiled(mlp(2), 2, 2).run_local().clip_grad_norm_(*wrong)
+        shared(mlp, 2, 2).run_local().clip_grad_norm_(*wrong)

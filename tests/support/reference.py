@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -87,9 +87,10 @@ def compiled(problem: Problem, stages: int, microbatches: int, **options: Any) -
 
 
 @contextmanager
-def one_trace() -> Iterator[None]:
-    """Inside, `zbfx.compile` traces a model once, whatever else it is asked for: its example stays as it is."""
-    found: dict[nn.Module, Any] = {}
+def one_trace(found: MutableMapping[nn.Module, Any] | None = None) -> Iterator[None]:
+    """Inside, `zbfx.compile` traces a model once, whatever else it is asked for: its example stays as it is. `found`
+    keeps traces from one such context to the next."""
+    found = {} if found is None else found
 
     def remembered(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if model not in found:
@@ -99,6 +100,27 @@ def one_trace() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zbfx.pipeline.trace", remembered)
         yield
+
+
+TRACES: MutableMapping[nn.Module, Any] = {}  # of models that tests share
+
+
+@functools.cache
+def shared_problem(make: Maker, microbatches: int, dtype: torch.dtype) -> Problem:
+    with default_dtype(dtype):
+        return make(microbatches)
+
+
+@functools.cache
+def _shared(make: Maker, stages: int, microbatches: int, dtype: torch.dtype, options: Any) -> zbfx.Pipeline:
+    with default_dtype(dtype), one_trace(TRACES):
+        return compiled(shared_problem(make, microbatches, dtype), stages, microbatches, **dict(options))
+
+
+def shared(make: Maker, stages: int, microbatches: int, **options: Any) -> zbfx.Pipeline:
+    """A pipeline that is compiled once for all tests that ask for it, in the default dtype. Those of one model are made
+    from one trace. Tests may run it, and leave its model the values that they find."""
+    return _shared(make, stages, microbatches, torch.get_default_dtype(), tuple(sorted(options.items())))
 
 
 def rescheduled(pipe: zbfx.Pipeline, microbatches: int, schedule: Any) -> zbfx.Pipeline:
@@ -166,11 +188,13 @@ def traced(problem: Problem, device: str = "cpu") -> Joint:
     return canonicalize(joint)
 
 
-def placed(problem: Problem, stages: int, cuts: Sequence[str] | None = None) -> Placed:
+def cut_into(joint: Joint, stages: int, cuts: Sequence[str] | None = None) -> Placed:
     seconds = functools.partial(estimate.node_s, hardware=estimate.CPU)
-    return partition(
-        traced(problem), range(stages), seconds=seconds, bytes_per_s=estimate.CPU.link_bytes_per_s, cuts=cuts
-    )
+    return partition(joint, range(stages), seconds=seconds, bytes_per_s=estimate.CPU.link_bytes_per_s, cuts=cuts)
+
+
+def placed(problem: Problem, stages: int, cuts: Sequence[str] | None = None) -> Placed:
+    return cut_into(traced(problem), stages, cuts)
 
 
 def staged(problem: Problem, stages: int, cuts: Sequence[str] | None = None) -> tuple[Stage, ...]:
@@ -178,10 +202,14 @@ def staged(problem: Problem, stages: int, cuts: Sequence[str] | None = None) -> 
 
 
 @functools.cache
+def traced_model(make: Maker) -> Joint:
+    """One of the models of tests/support/models.py as one microbatch; shared by the tests, which must not change it."""
+    return traced(make(1))
+
+
+@functools.cache
 def placed_model(make: Maker, stages: int) -> Placed:
-    """One of the models of tests/support/models.py as one microbatch, cut; shared by the tests, which must not change
-    it."""
-    return placed(make(1), stages)
+    return cut_into(traced_model(make), stages)
 
 
 @functools.cache
