@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.support.models import OF_TRANSFORMERS
 from tests.support.pool import Launch, Pool
+from zbfx.schedule import plan
 
 if TYPE_CHECKING:
     from xdist.scheduler import LoadFileScheduling
+
+SEARCH_S = 0.3
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +24,14 @@ def pool() -> Iterator[Pool]:
     found = Pool()
     yield found
     found.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_searches() -> Iterator[None]:
+    """`compile` searches for a schedule until it meets a bound or the time is up. Small models need less of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zbfx.candidate.plan", partial(plan, budget_s=SEARCH_S))
+        yield
 
 
 @pytest.fixture

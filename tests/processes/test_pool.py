@@ -99,7 +99,7 @@ def test_no_process_outlives_the_one_that_started_it() -> None:
     """Not even where the latter is killed while a rank hangs."""
     script = (
         "from tests.processes.test_pool import one_hangs\nfrom tests.support.pool import Pool\n"
-        "pool = Pool()\nprint(*(w.process.pid for w in pool.ready(2).values()), flush=True)\npool.launch(2, one_hangs)"
+        "pool = Pool()\nprint(*(w.pid for w in pool.ready(2).values()), flush=True)\npool.launch(2, one_hangs)"
     )
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True) as parent:

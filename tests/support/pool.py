@@ -1,7 +1,8 @@
 """Scenarios over gloo: functions of a rank, each run by processes of its own process group.
 
-Starting a process costs seconds of imports, so processes are kept from one scenario to the next, unless they hang or
-end. Every process has other hashes of strings than its neighbours. None outlives the one that started it.
+Imports take seconds, so processes are kept from one scenario to the next, unless they hang or end. They are
+forked from processes that have imported and run nothing. Every rank has other hashes of strings than its neighbours. No
+process outlives the one that started it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,6 +28,7 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
 START_S = 120.0  # for a process to import what it needs
+TEMPLATES = 3  # neither neighbours nor ranks two apart are of one
 LIMIT_S = 100.0  # for a scenario
 GRACE_S = 10.0  # for the other ranks once one has failed
 DUMP_S = 1.0  # for a rank that hangs to write where
@@ -36,16 +39,18 @@ Launch = Callable[..., Results]  # Pool.launch
 
 
 @dataclass(frozen=True)
-class Worker:
+class Template:
+    """A process that has imported what ranks need, runs nothing, and forks: a rank that has ended is soon replaced."""
+
     process: subprocess.Popen[bytes]
-    connection: Connection
+    control: Connection
     errors: IO[bytes]  # all that it writes to stderr
 
     @staticmethod
-    def start(rank: int) -> Worker:
+    def start(hash_seed: int) -> Template:
         here, there = multiprocessing.Pipe()
         errors = tempfile.TemporaryFile()  # noqa: SIM115
-        settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": str(rank + 1)}
+        settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": str(hash_seed)}
         process = subprocess.Popen(
             [sys.executable, "-W", "error", "-m", "tests.support.rank", str(there.fileno())],
             cwd=ROOT,
@@ -55,24 +60,68 @@ class Worker:
             start_new_session=True,  # Ctrl-C is the parent's
         )
         there.close()
-        return Worker(process, here, errors)
+        return Template(process, here, errors)
 
-    def written(self, since: int) -> str:
-        self.errors.seek(since)
-        return self.errors.read().decode(errors="replace").strip()
+    def is_ready(self) -> bool:
+        try:
+            return self.control.poll(START_S) and bool(self.control.recv())
+        except (EOFError, ConnectionError):
+            return False
 
-    def where(self) -> str:
-        """The tracebacks of all threads of a process that hangs."""
-        since = self.errors.seek(0, os.SEEK_END)
-        self.process.send_signal(signal.SIGUSR1)
-        time.sleep(DUMP_S)
-        return self.written(since)
+    def fork(self) -> Worker:
+        here, there = multiprocessing.Pipe()
+        errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self.control.send(None)
+        for file in (there.fileno(), errors.fileno()):
+            send_handle(self.control, file, self.process.pid)
+        there.close()
+        return Worker(self, self.control.recv(), here, errors)
+
+    def status_of(self, pid: int) -> int:
+        """With which status a rank has ended, or ends."""
+        self.control.send(pid)
+        return int(self.control.recv())
 
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
+        self.control.close()
+        self.errors.close()
+
+
+@dataclass(frozen=True)
+class Worker:
+    """The process of a rank."""
+
+    template: Template
+    pid: int
+    connection: Connection
+    errors: IO[bytes]
+
+    def where(self) -> str:
+        """The tracebacks of all threads of a process that hangs."""
+        since = self.errors.seek(0, os.SEEK_END)
+        os.kill(self.pid, signal.SIGUSR1)
+        time.sleep(DUMP_S)
+        return written(self.errors, since)
+
+    def has_ended(self) -> bool:
+        """Whether the process, which owes no result, is gone."""
+        return self.connection.poll()
+
+    def end(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self.template.status_of(self.pid)
+        self.close()
+
+    def close(self) -> None:
         self.connection.close()
         self.errors.close()
+
+
+def written(errors: IO[bytes], since: int = 0) -> str:
+    errors.seek(since)
+    return errors.read().decode(errors="replace").strip()
 
 
 def told(faults: Mapping[int, str]) -> Iterator[str]:
@@ -86,6 +135,7 @@ def told(faults: Mapping[int, str]) -> Iterator[str]:
 class Pool:
     """A rank is always run by the worker of its number; workers are started when they are first needed."""
 
+    templates: list[Template] = field(default_factory=list)
     workers: dict[int, Worker] = field(default_factory=dict)
     outcomes: dict[Any, Results | str] = field(default_factory=dict)  # by launch; a text says what went wrong
 
@@ -121,10 +171,10 @@ class Pool:
                     returned, value = torch.load(io.BytesIO(connection.recv_bytes()))
                 except (EOFError, ConnectionError):
                     worker = self.workers.pop(rank)
-                    code = worker.process.wait()
+                    code = worker.template.status_of(worker.pid)
                     if rank not in ends:
-                        faults[rank] = f"ended with status {code}; it wrote\n{worker.written(0)}"
-                    worker.end()
+                        faults[rank] = f"ended with status {code}; it wrote\n{written(worker.errors)}"
+                    worker.close()
                     continue
                 if returned:
                     results[rank] = value
@@ -144,22 +194,23 @@ class Pool:
 
     def ready(self, world: int) -> dict[int, Worker]:
         """The workers of the first ranks, which have imported what they need."""
-        for rank in [rank for rank, worker in self.workers.items() if worker.process.poll() is not None]:
-            self.workers.pop(rank).end()
-        new = {rank: Worker.start(rank) for rank in range(world) if rank not in self.workers}
-        self.workers |= new
-        for rank, worker in new.items():
-            try:
-                told = worker.connection.poll(START_S) and worker.connection.recv_bytes()
-            except (EOFError, ConnectionError):
-                told = False
-            if not told:
-                where = worker.where()
+        new = [Template.start(seed) for seed in range(len(self.templates) + 1, min(world, TEMPLATES) + 1)]
+        self.templates += new
+        for template in new:
+            if not template.is_ready():
+                wrote = written(template.errors)
                 self.close()
-                raise RuntimeError(f"the process of rank {rank} does not start; it wrote\n{where}")
+                raise RuntimeError(f"a process from which ranks are forked does not start; it wrote\n{wrote}")
+        for rank in [rank for rank, worker in self.workers.items() if worker.has_ended()]:
+            self.workers.pop(rank).end()
+        missing = [rank for rank in range(world) if rank not in self.workers]
+        self.workers |= {rank: self.templates[rank % TEMPLATES].fork() for rank in missing}
         return {rank: self.workers[rank] for rank in range(world)}
 
     def close(self) -> None:
         for worker in self.workers.values():
             worker.end()
+        for template in self.templates:
+            template.end()
         self.workers.clear()
+        self.templates.clear()

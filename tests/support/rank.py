@@ -1,5 +1,5 @@
-"""A process of the pool: runs its rank's part of one scenario after the other. Started by tests/support/pool.py as
-`python -m tests.support.rank <number of the connection's file>`."""
+"""A process of the pool: forks ranks, which run their parts of one scenario after the other. Started by
+tests/support/pool.py as `python -m tests.support.rank <number of the connection's file>`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from queue import SimpleQueue
 from typing import Any
 
@@ -37,6 +38,7 @@ def alone(rank: int, world: int, port: int) -> Iterator[None]:
     store = dist.TCPStore("127.0.0.1", port, world, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     try:
+        dist.barrier()  # else one may leave before another has connected
         with warnings.catch_warnings():
             yield
     finally:
@@ -69,16 +71,39 @@ def listen(connection: Connection, tasks: SimpleQueue[bytes]) -> None:
 
 
 def serve(connection: Connection) -> None:
-    assert zbfx.__all__, "imported once, before the first scenario"
-    torch.set_num_threads(1)
+    """A rank."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     tasks: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=listen, args=(connection, tasks), daemon=True).start()
-    gc.freeze()
-    connection.send_bytes(b"ready")
     while True:
         connection.send_bytes(outcome(tasks.get()))
 
 
+def fork(control: Connection) -> None:
+    """Ranks on request, each with a connection and a file for what it writes to stderr, and how they have ended."""
+    assert zbfx.Pipeline.__name__, "imported once, before the first rank"
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    control.send(True)
+    while True:
+        try:
+            pid = control.recv()
+        except EOFError:
+            return
+        if pid is not None:
+            control.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            continue
+        connection, errors = recv_handle(control), recv_handle(control)
+        pid = os.fork()
+        if not pid:
+            control.close()
+            os.dup2(errors, sys.stderr.fileno())
+            serve(Connection(connection))
+        os.close(connection)
+        os.close(errors)
+        control.send(pid)
+
+
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
+    fork(Connection(int(sys.argv[1])))
