@@ -79,7 +79,7 @@ def canonicalize(joint: Joint) -> Joint:
     remove_identities(graph)
     trim_copies(joint)
     write_what_is_copied(joint)
-    clone_passed_inputs(graph)
+    clone_passed_inputs(joint)
     clone_written_buffers(joint)
     write_after_reading(joint)
     joint = separate_contributions(joint)
@@ -178,10 +178,21 @@ def write_what_is_copied(joint: Joint) -> None:
     output.args = (tuple(values),)
 
 
-def clone_passed_inputs(graph: fx.Graph) -> None:
-    """Let a node of its own compute each output."""
-    output = graph.output_node()
-    output.args = (tuple(computed(value, graph) for value in output.args[0]),)  # type: ignore[arg-type, union-attr]
+def clone_passed_inputs(joint: Joint) -> None:
+    """Let a node of its own compute each output. What users get holds no more memory than its own."""
+    graph, output = joint.graph, joint.graph.output_node()
+    values = [computed(value, graph) for value in joint.output_values]
+    pairs = zip(values, joint.outputs, strict=True)
+    output.args = (tuple(alone(v, graph) if port.role in (Role.METRIC, Role.OUTPUT) else v for v, port in pairs),)
+
+
+def alone(value: fx.Node, graph: fx.Graph) -> fx.Node:
+    """A value that is all of its storage, or a copy of it, where it is computed."""
+    owner = storage_owner(value)
+    if owner.op != "placeholder" and value_bytes(owner, expression) == value_bytes(value, expression):
+        return value
+    with graph.inserting_after(value):
+        return cloned(value, graph)
 
 
 def computed(value: fx.Node, graph: fx.Graph) -> fx.Node:

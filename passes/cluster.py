@@ -22,7 +22,7 @@ from zbfx.passes.nodes import is_view
 
 def inseparable(phase: Phase) -> list[tuple[str, ...]]:
     """The parameters of a phase in groups, such that gradients of two groups have no computed value in common."""
-    if phase.results or phase.updates or phase.has_loss:
+    if phase.results or phase.updates or phase.last:
         return [phase.gradients] if phase.gradients else []
     groups: list[tuple[set[str], set[fx.Node]]] = []
     for name, cone in cones(phase).items():

@@ -23,12 +23,13 @@ from torch import fx
 
 from zbfx import _torch
 from zbfx._torch import aten, graph_module
-from zbfx.graphs import Phase, Port, Role, Split, Stage, copy_node
+from zbfx.graphs import LAST, Phase, Port, Role, Split, Stage, copy_node
 from zbfx.passes.accumulate import accumulate_in_products
 from zbfx.passes.nodes import expression, is_random, is_view, storage_owner, value_bytes
 from zbfx.plan import Kind
 from zbfx.rng import seeded, stream_number
 
+TOGETHER = (Role.LOSS, Role.METRIC)
 PORT_ORDER = (Role.PARAMETER, Role.BUFFER, Role.CONSTANT, Role.INPUT, Role.LOSS_GRADIENT)
 PhaseKey = tuple[int, Kind]  # a stage, and which of its phases
 
@@ -50,7 +51,7 @@ def extract(split: Split) -> tuple[Stage, ...]:
     keys = [(stage, kind) for stage in range(placed.stage_count) for kind in (Kind.F, Kind.B, Kind.W)]
     outputs: dict[PhaseKey, list[tuple[fx.Node, Port]]] = defaultdict(list)
     for value, port in zip(placed.joint.output_values, placed.joint.outputs, strict=True):
-        outputs[placed.stage_of.get(value, 0), split.phase_of.get(value, Kind.F)].append((value, port))
+        outputs[phase_of_output(split, value, port)].append((value, port))
     own: dict[PhaseKey, list[fx.Node]] = defaultdict(list)
     for node, kind in split.phase_of.items():
         own[placed.stage_of[node], kind].append(node)
@@ -80,6 +81,16 @@ def extract(split: Split) -> tuple[Stage, ...]:
             )
         )
     return tuple(stages)
+
+
+def phase_of_output(split: Split, value: fx.Node, port: Port) -> PhaseKey:
+    """The phase that returns or writes an output: the one that computes it. Loss and metrics come together, from the F
+    of the last stage that computes any of them."""
+    placed = split.placed
+    if port.role in TOGETHER:
+        ends = zip(placed.joint.output_values, placed.joint.outputs, strict=True)
+        return max(placed.stage_of.get(other, 0) for other, found in ends if found.role in TOGETHER), Kind.F
+    return placed.stage_of.get(value, 0), split.phase_of.get(value, Kind.F)
 
 
 class NodeOrder:
@@ -115,7 +126,8 @@ def content_of(
         if node not in inside:
             inside.add(node)
             pending += [source for source in node.all_input_nodes if is_recomputed(source)]
-    read = order.sorted({source for node in inside for source in node.all_input_nodes} - inside)
+    wanted = {value for value, port in outputs if port.role in LAST}  # by the user, perhaps of an earlier stage
+    read = order.sorted(({source for node in inside for source in node.all_input_nodes} | wanted) - inside)
     placeholders = [node for node in read if node.op == "placeholder"]
     return Content(
         nodes=tuple(order.sorted(inside)),
@@ -128,7 +140,7 @@ def content_of(
 def build_phase(
     split: Split, key: PhaseKey, content: Content, results: set[fx.Node], roles: Mapping[fx.Node, Port]
 ) -> Phase:
-    """The graph of a phase, which returns `results`, the values that other phases read."""
+    """The graph of a phase, which returns `results`, the values that other phases read, and what is for the user."""
     (stage, kind), joint, line = key, split.placed.joint, split.placed.line
     graph = fx.Graph()
     new = Placeholders(graph)
@@ -143,7 +155,8 @@ def build_phase(
     for node in content.values:
         copies[node] = new.placeholder(node.name)
         copies[node].meta = dict(node.meta)
-    assert {value for value, _ in content.outputs} <= set(content.nodes), "outputs are computed"
+    computed = {*content.nodes, *content.values}
+    assert {value for value, _ in content.outputs} <= computed, "outputs are computed"
     gradients = [(value, port.name) for value, port in content.outputs if port.role is Role.GRADIENT]
     accumulators: dict[str, fx.Node] = {}
     terms: dict[fx.Node, list[str]] = defaultdict(list)
@@ -168,9 +181,9 @@ def build_phase(
             graph.call_function(aten.add_.Tensor, (accumulators[name], in_range_of(accumulators[name], copies[node])))
     for value, name in written:
         graph.call_function(aten.copy_.default, (buffers[name], copies[value]))
-    loss = [copies[value] for value, port in content.outputs if port.role is Role.LOSS]
+    last = [(copies[value], port) for role in LAST for value, port in content.outputs if port.role is role]
     ordered = [node for node in content.nodes if node in results]
-    graph.output((*(copies[node] for node in ordered), *loss))
+    graph.output((*(copies[node] for node in ordered), *(value for value, _ in last)))
     return Phase(
         stage=stage,
         kind=kind,
@@ -180,7 +193,7 @@ def build_phase(
         gradients=tuple(accumulators),
         updates=tuple(name for _, name in written),
         results=tuple(node.name for node in ordered),
-        has_loss=bool(loss),
+        last=tuple(port for _, port in last),
         is_random=random,
     )
 

@@ -29,7 +29,7 @@ THIS, TABLE = "tests/layers.py", "tests/layers_comparisons.py"
 # imports from its own floor and those below.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("rng", "_torch", "_transformers", "arguments", "documents", "memo", "modes", "progress", "spelled"),
+    ("rng", "_torch", "_transformers", "arguments", "documents", "memo", "metrics", "modes", "progress", "spelled"),
     ("plan",),
     ("graphs",),
     ("timing",),

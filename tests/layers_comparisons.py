@@ -12,6 +12,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "fx: what kind of node it is, or what its metadata holds": {
         "passes/canonicalize.py": (
             "value.op != 'placeholder'",
+            "owner.op != 'placeholder'",
             "GRADIENT_ADDITION_MARK in (node.meta.get('stack_trace') or '')",
             "source.op == 'call_function'",
         ),
@@ -121,7 +122,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/trace/backward_writes.py": ("port.name not in written",),
         "passes/recompute.py": ("port.name in names",),
         "zbfx/costs/measure.py": ("(index, BESIDE) in pairs",),
-        "zbfx/program/codegen.py": ("('loss', k) in self.values",),
+        "zbfx/verify/program_rules.py": ("result.name == name",),
         "zbfx/runtime/engine.py": ("spec.name in read", "s.name in names"),
         "zbfx/runtime/loading.py": ("port.name in call.phase.updates",),
         "zbfx/runtime/saving.py": ("label in RESERVED",),

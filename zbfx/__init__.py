@@ -22,6 +22,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from zbfx import optim, passes
     from zbfx.gradient_check import Report, check
+    from zbfx.metrics import Metric
     from zbfx.pipeline import Pipeline, compile
     from zbfx.user_pass import Pass
 
@@ -32,6 +33,7 @@ __all__ = [
     "InputError",
     "InvalidSchedule",
     "Kind",
+    "Metric",
     "NoFeasibleSchedule",
     "NonFiniteStep",
     "Pass",
@@ -51,6 +53,7 @@ __all__ = [
 ]
 
 WITH_TORCH = {  # where each name comes from that brings torch; None: it is a module
+    "Metric": "zbfx.metrics",
     "Pass": "zbfx.user_pass",
     "Pipeline": "zbfx.pipeline",
     "compile": "zbfx.pipeline",

@@ -138,7 +138,7 @@ def shrink(tensors: Mapping[str, Tensor]) -> None:
 
 def loss_weight(pipe: Compiled, rows: Sequence[NamedRow]) -> Tensor:
     """The gradient of the batch's loss by the loss of each microbatch."""
-    weight = torch.zeros((), dtype=pipe.reduction.dtype, device=pipe.device)
+    weight = pipe.reduction.zeros(pipe.device)
     pipe.reduction.weigh(weight, pipe.reduction.tokens(rows))
     return weight
 
@@ -191,7 +191,7 @@ def joint_results(
                     tensors.named[port.name].copy_(value)
                     results.writes.setdefault(port.name, []).append(value.clone())
                     results.values[str(port)] = value.clone()
-                else:
+                elif port.role is Role.GRADIENT:
                     before, value = gradients.get(port.name), value.to(joint.grad_dtypes.get(port.name, value.dtype))
                     gradients[port.name] = value + torch.zeros_like(value) if before is None else before + value
             if keep is not None:
@@ -264,11 +264,12 @@ def emitted_results(pipe: Compiled, data: Data, look: Look | None = None) -> Ite
             engine.weigh(ordered)
             for runner in engine.runners:
                 runner.start(engine.loss_gradient)
-            losses = engine.run(ordered, rng.mix(data.seed, step), step)
+            made = engine.run(ordered, rng.mix(data.seed, step), step)
             for runner in engine.runners:
                 runner.finish_gradients()
-        results.values |= {f"loss {index}": loss for index, loss in enumerate(losses)}
-        results.values[BATCH_LOSS] = engine.batch_loss
+        results.values |= {f"loss {index}": loss for index, loss in enumerate(made.losses)}
+        assert made.loss is not None, "steps have losses"
+        results.values[BATCH_LOSS] = made.loss
         results.values |= {name: t.grad.clone() for name, t in tensors.named.items() if t.grad is not None}
         written = [port for port in pipe.joint.outputs if port.role is Role.BUFFER_UPDATE]
         results.values |= {str(port): tensors.named[port.name].clone() for port in written}
@@ -327,22 +328,23 @@ def run_own(
     """Forward and backward of a microbatch: its loss, and its count if it has one."""
     if replay is not None:
         replay.begin(microbatch.seed)
-    loss, *count = objective.losses(tuple(microbatch.inputs.values()))
+    found = objective.made(tuple(microbatch.inputs.values()))
+    assert found.loss is not None, "steps have losses"
     if replay is not None:
         replay.begin_backward()
-    loss.backward(weight)
+    found.loss.backward(weight)
     objective.keep_late_writes()
     if replay is not None:
         replay.end()
-    return loss, next(iter(count), None)
+    return found.loss, found.count
 
 
 def batch_loss(pipe: Compiled, losses: Sequence[Tensor], counts: Sequence[Tensor]) -> Tensor:
     """The loss of a batch, from those of its microbatches and their counts, if they have any."""
-    total = torch.stack(list(losses)).sum()
+    total = torch.stack(list(losses)).sum(0)
     if counts:
-        count = torch.stack(list(counts)).double().sum()
-        return torch.where(count > 0, total / count, 0.0).to(total.dtype)
+        count = torch.stack(list(counts)).double().sum(0)
+        return torch.where(count > 0, total / count, 0.0).to(total.dtype).sum()
     return pipe.reduction.combine(losses, torch.ones_like(total))
 
 

@@ -14,7 +14,7 @@ from zbfx.memory.predict import RankMemory, predict
 from zbfx.options import Options
 from zbfx.passes.recompute import Level
 from zbfx.plan import Kind
-from zbfx.program.chain import Chain, chain_of, loss_layout, loss_rank
+from zbfx.program.chain import Chain, chain_of, loss_rank, summary_of
 from zbfx.program.codegen import Program, generate
 from zbfx.program.messages import SharedGradient, messages_of, shared_gradients
 from zbfx.program.reductions import RankReductions
@@ -52,7 +52,7 @@ class Compiled:
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
-        return generate(self.stages, self.schedule, self.reductions, self.chain)
+        return generate(self.stages, self.schedule, self.reductions, self.chain, self.joint.metrics)
 
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
@@ -95,7 +95,8 @@ class Compiled:
     def validated(self, ranks: tuple[int, ...], state_size: int) -> Compiled:
         """This pipeline for optimizer steps without a barrier; `ranks` as in `Chain`."""
         messages = messages_of(self.stages, self.schedule)
-        return replace(self, chain=chain_of(self.schedule, messages, ranks, loss_layout(self.stages), state_size))
+        summary = summary_of(self.stages, self.joint.metrics)
+        return replace(self, chain=chain_of(self.schedule, messages, ranks, summary, state_size))
 
     def sharded(self) -> Compiled:
         """A replicated pipeline with ZeRO-1: programs begin by collecting the parameters from the replicas."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from zbfx.metrics import MetricKind
 from zbfx.plan import Kind
 
 
@@ -33,11 +34,16 @@ class Role(StrEnum):
     LOSS_GRADIENT = "loss gradient"
     LOSS = "loss"
     COUNT = "count"  # by which the sum of all losses is divided
+    METRIC = "metric"  # what a loss function returns beside the loss
+    OUTPUT = "output"  # what a user asks a forward for
     GRADIENT = "gradient"
     BUFFER_UPDATE = "buffer update"
 
     def __str__(self) -> str:
         return self.value
+
+
+LOSS = "loss"  # the name of the port of a loss, and of the loss as a value of programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +55,15 @@ class Port:
     name: str
 
     def __str__(self) -> str:
-        return f"{self.role} {self.name}"
+        return LOSS if self.role is Role.LOSS else f"{self.role} {self.name}"
+
+
+LAST = (Role.LOSS, Role.METRIC, Role.OUTPUT)  # what a phase returns for the user, after what other phases read
 
 
 @dataclass(frozen=True)
 class TokenCount:
-    """The graph of a microbatch's count, a scalar, from the tensors named by `inputs`."""
+    """The graph of a microbatch's count, a scalar or one for each loss, from the tensors named by `inputs`."""
 
     module: fx.GraphModule
     inputs: tuple[str, ...]
@@ -64,6 +73,15 @@ class TokenCount:
         return count
 
 
+@dataclass(frozen=True)
+class Returned:
+    """The structure of what a forward returns: a pytree spec, and its leaves. A leaf is an OUTPUT port, or a value that
+    is no tensor."""
+
+    structure: Any
+    leaves: tuple[Any, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Joint:
     """One functional aten graph of forward, loss and backward of one microbatch. `inputs` matches the placeholders,
@@ -71,7 +89,8 @@ class Joint:
     to its forward op), `stack_trace` (the user's line). `constants` holds the tensors of CONSTANT inputs; `replaced`
     names the buffers in whose place the forward puts new tensors, like `self.count = self.count + 1`, which the graph
     writes like those that change in place. `grad_dtypes` has the parameters whose gradients are summed over the
-    microbatches in another dtype than their own. `notes` say what was traced otherwise than the model asks for."""
+    microbatches in another dtype than their own. `notes` say what was traced otherwise than the model asks for.
+    `metrics` are those of the loss; `returned`, where a user asked for it, is the structure of the OUTPUT outputs."""
 
     graph: fx.Graph
     inputs: tuple[Port, ...]
@@ -81,6 +100,8 @@ class Joint:
     replaced: frozenset[str] = frozenset()
     grad_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    metrics: tuple[MetricKind, ...] = ()
+    returned: Returned | None = None
 
     def __post_init__(self) -> None:
         assert len(self.placeholders) == len(self.inputs), "a port per placeholder"
@@ -158,8 +179,8 @@ class Phase:
     """The F, B or W of one stage as a graph. The placeholders of `module` are, in this order: `ports` (by role:
     parameters, buffers, constants, microbatch inputs, the loss gradient), `values` (names of values that other phases
     or stages made), an accumulator for each of `gradients` (parameter names) and, if `is_random`, a seed. It returns
-    `results` (names of values), then the loss if `has_loss`. Gradients are added into their accumulators; buffers in
-    `updates` are written in place."""
+    `results` (names of values), then what is for the user, its `last` ports: the loss, metrics, outputs. Gradients are
+    added into their accumulators; buffers in `updates` are written in place."""
 
     stage: int
     kind: Kind
@@ -169,7 +190,7 @@ class Phase:
     gradients: tuple[str, ...]
     updates: tuple[str, ...]
     results: tuple[str, ...]
-    has_loss: bool
+    last: tuple[Port, ...]
     is_random: bool
     part: int | None = None  # a W of some of the stage's parameters
     measured: CallBytes | None = None
@@ -179,9 +200,18 @@ class Phase:
         return f"{self.kind}{self.stage}" + ("" if self.part is None else f"p{self.part}")
 
     @property
+    def has_loss(self) -> bool:
+        return any(port.role is Role.LOSS for port in self.last)
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """The names of all that it returns, in order."""
+        return (*self.results, *map(str, self.last))
+
+    @property
     def is_empty(self) -> bool:
         """Nothing to compute or check: a frozen stage's B, or the W of a stage without parameters."""
-        if self.results or self.gradients or self.updates or self.has_loss:
+        if self.results or self.gradients or self.updates or self.last:
             return False
         return not any(node.is_impure() for node in self.module.graph.nodes if node.op == "call_function")
 

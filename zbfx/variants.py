@@ -1,9 +1,11 @@
-"""A pipeline for another graph of the same model: other shapes of the microbatch, or the forward alone for evaluation.
+"""A pipeline for another graph of the same model: other shapes of the microbatch, or the forward alone, to evaluate or
+for outputs that a user asks for.
 Parameters stay where they are. A graph of the same operations is cut where the first one was; one with others (random
 ops are missing in evaluation, shapes may choose a branch) by the stages that hold the first one's parameters."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,54 +22,56 @@ from zbfx.graphs import Joint, Role, Stage, copy_graph
 from zbfx.modes import uncollected
 from zbfx.passes.partition import place_like, place_same
 from zbfx.passes.sizes import joint_with_numbers, stage_with_numbers
-from zbfx.plan import Action, CostTable, Kind
+from zbfx.plan import CostTable, Kind
 from zbfx.program.chain import loss_phase
 from zbfx.program.messages import parameter_holders
 from zbfx.runtime.ranks import Ranks
-from zbfx.schedule import plan, simulate
+from zbfx.schedule import plan
+from zbfx.schedule.forward import forward_schedule
 from zbfx.schedule.schedule import Schedule
 from zbfx.trace.guard import Source
 from zbfx.trace.loss import Reduction, separate_count
 from zbfx.trace.signature import Signature
 from zbfx.trace.symbols import Dimension, GuardBroken, Numbers, Shapes, Sizes, changed_dimensions
 from zbfx.trace.tracer import trace
+from zbfx.trace.wanted import Request, Wanted
 
 REPLAN_S = 1.0  # seconds to search for the schedule of a further shape
 
 
 class Variants:
-    """The pipelines of one model for further shapes, in training and evaluation. `symbolic`: trace once with a symbol
+    """The pipelines of one model for further shapes and requests. `symbolic`: trace once with a symbol
     for each size that changes, and put in the numbers of every further shape. Where that does not hold (the model's
     code fixes a size, or chooses by it), a shape is traced like any other, and the schedule's notes say why."""
 
     def __init__(self, pipe: Compiled, source: Source, ranks: Ranks, *, symbolic: bool) -> None:
         self.pipe, self.source, self.ranks, self.symbolic = pipe, source, ranks, symbolic
-        self.templates: dict[bool, list[Template]] = {False: [], True: []}
-        self.fixed: dict[bool, set[Dimension]] = {False: set(), True: set()}
+        self.templates: dict[Request, list[Template]] = defaultdict(list)
+        self.fixed: dict[Request, set[Dimension]] = defaultdict(set)
 
-    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, *, evaluation: bool) -> Compiled:
-        """The pipeline for a microbatch like (args, kwargs), planned anew for its costs: to train, or to evaluate.
+    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, request: Request) -> Compiled:
+        """The pipeline for a microbatch like (args, kwargs), planned anew for its costs, that does what is requested.
         Raises `ZbfxError` if the model reads other parameters for it than a stage's rank holds."""
         with uncollected():
-            return self.made(args, kwargs, microbatches, evaluation)
+            return self.made(args, kwargs, microbatches, request)
 
-    def made(self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, evaluation: bool) -> Compiled:
+    def made(self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, request: Request) -> Compiled:
         notes: tuple[str, ...] = ()
         if self.symbolic:
             try:
-                return self.substituted(args, kwargs, microbatches, evaluation)
+                return self.substituted(args, kwargs, microbatches, request)
             except GuardBroken as reason:
                 notes = (f"traced for these shapes: {reason}",)
-        raw, signature = self.traced(args, kwargs, evaluation)
-        stages = restaged(self.pipe, raw, evaluation)
+        raw, signature = self.traced(args, kwargs, request)
+        stages = restaged(self.pipe, raw, request.wanted)
         table = estimate(stages, self.pipe.placement, hardware_of(self.pipe.device))
-        schedule = self.plan(table, microbatches, evaluation, notes)
+        schedule = self.plan(table, microbatches, request.wanted, notes)
         return assembled(self.pipe, raw, signature, signature.flatten(args, kwargs), stages, schedule)
 
     def traced(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], evaluation: bool, sizes: Sizes | None = None
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], request: Request, sizes: Sizes | None = None
     ) -> tuple[Joint, Signature]:
-        source, count = self.source, self.pipe.signature.input_count
+        source, count = self.source, request.signature.input_count
         with source.modes.traced():
             raw, signature = trace(
                 source.model,
@@ -76,18 +80,18 @@ class Variants:
                 dict(kwargs),
                 tuple(args[count:]),
                 device=self.pipe.device,
-                batch_dims=self.pipe.signature.batch_dims,
+                batch_dims=request.signature.batch_dims,
                 grad_dtype=self.pipe.options.grad_dtype,
-                evaluation=evaluation,
+                wanted=request.wanted,
                 sizes=sizes,
                 undo=source.guard.undo,
             )
         return separate_count(raw), signature
 
-    def plan(self, costs: CostTable, microbatches: int, evaluation: bool, notes: tuple[str, ...] = ()) -> Schedule:
+    def plan(self, costs: CostTable, microbatches: int, wanted: Wanted, notes: tuple[str, ...] = ()) -> Schedule:
         """An order for these costs, the same on every rank. Replicas, whose batches differ, keep the first shape's."""
         options, replicated = self.pipe.options, self.ranks.replicas > 1
-        if evaluation:
+        if not wanted.trains:
             found = forward_schedule(costs, microbatches)
         else:
             request = self.pipe.schedule if replicated else options.schedule
@@ -96,43 +100,43 @@ class Variants:
         return replace(found, notes=(*found.notes, *notes))
 
     def substituted(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, evaluation: bool
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, request: Request
     ) -> Compiled:
         """The pipeline from a template, without a trace of its own. Raises `GuardBroken` where there can be none."""
-        shapes = [tuple(tensor.shape) for tensor in self.pipe.signature.flatten(args, kwargs)]
-        for template in self.templates[evaluation]:
+        shapes = [tuple(tensor.shape) for tensor in request.signature.flatten(args, kwargs)]
+        for template in self.templates[request]:
             if template.covers(shapes):
-                return self.from_template(template, args, kwargs, microbatches, evaluation)
-        groups = changed_dimensions(self.pipe.signature, shapes)
-        fixed = [dim for group in groups for dim in group if dim in self.fixed[evaluation]]
+                return self.from_template(template, args, kwargs, microbatches, request)
+        groups = changed_dimensions(request.signature, shapes)
+        fixed = [dim for group in groups for dim in group if dim in self.fixed[request]]
         if not groups:
             raise GuardBroken("no size has changed")
         if fixed:
-            names = ", ".join(f"{self.pipe.signature.tensors[index].name}.shape[{dim}]" for index, dim in fixed)
+            names = ", ".join(f"{request.signature.tensors[index].name}.shape[{dim}]" for index, dim in fixed)
             raise GuardBroken(f"the model's code takes {names} for a constant")
         if any(shapes[index][dim] < 2 for group in groups for index, dim in group):
             raise GuardBroken("a size of 0 or 1 is a constant to the tracer")
-        sizes = Sizes(signature_of(self.pipe, args, kwargs), groups)
+        sizes = Sizes(signature_of(request, args, kwargs), groups)
         try:
-            raw, _ = self.traced(args, kwargs, evaluation, sizes)
-            stages = restaged(self.pipe, raw, evaluation)
+            raw, _ = self.traced(args, kwargs, request, sizes)
+            stages = restaged(self.pipe, raw, request.wanted)
             costs = formulas(stages, self.pipe.placement, hardware_of(self.pipe.device))
         except Exception as error:
-            self.fixed[evaluation] |= set(sizes.ints)
+            self.fixed[request] |= set(sizes.ints)
             raise GuardBroken(f"the model cannot be traced with symbols: {type(error).__name__}: {error}") from error
-        self.fixed[evaluation] |= sizes.fixed()
+        self.fixed[request] |= sizes.fixed()
         template = Template(sizes, raw, stages, costs)
-        self.templates[evaluation].append(template)
-        return self.from_template(template, args, kwargs, microbatches, evaluation)
+        self.templates[request].append(template)
+        return self.from_template(template, args, kwargs, microbatches, request)
 
     def from_template(
-        self, template: Template, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, evaluation: bool
+        self, template: Template, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, request: Request
     ) -> Compiled:
-        signature = signature_of(self.pipe, args, kwargs)
+        signature = signature_of(request, args, kwargs)
         tensors = signature.flatten(args, kwargs)
         values = template.sizes.values([tuple(tensor.shape) for tensor in tensors])
         raw, stages = template.at(values)
-        schedule = self.plan(template.formulas.at(values), microbatches, evaluation)
+        schedule = self.plan(template.formulas.at(values), microbatches, request.wanted)
         return assembled(self.pipe, raw, signature, tensors, stages, schedule)
 
 
@@ -161,15 +165,15 @@ class Template:
         return joint_with_numbers(self.joint, numbers), tuple(stage_with_numbers(s, numbers) for s in self.stages)
 
 
-def signature_of(pipe: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
-    count = pipe.signature.input_count
-    return Signature.of(tuple(args[:count]), kwargs, tuple(args[count:]), pipe.signature.batch_dims)
+def signature_of(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+    count = request.signature.input_count
+    return Signature.of(tuple(args[:count]), kwargs, tuple(args[count:]), request.signature.batch_dims)
 
 
-def restaged(pipe: Compiled, raw: Joint, evaluation: bool) -> tuple[Stage, ...]:
+def restaged(pipe: Compiled, raw: Joint, wanted: Wanted) -> tuple[Stage, ...]:
     """The stages of another graph of the model, each with the operations and parameters of the pipeline's."""
     placement = pipe.placement
-    joint = canonical(forward_only(raw) if evaluation else raw, pipe.options)
+    joint = canonical(raw if wanted.trains else forward_only(raw), pipe.options)
     placed = place_same(joint, canonical(pipe.joint, pipe.options), [stage.start for stage in pipe.stages[1:]])
     if placed is None:
         # Where the loss arises, the chain of an optimizer step without a barrier ends.
@@ -222,16 +226,6 @@ def forward_only(joint: Joint) -> Joint:
     output.args = (tuple(output.args[0][k] for k in kept),)  # type: ignore[index]
     graph.eliminate_dead_code()
     return replace(joint, graph=graph, outputs=tuple(joint.outputs[k] for k in kept))
-
-
-def forward_schedule(costs: CostTable, microbatches: int) -> Schedule:
-    """The forwards alone, microbatch by microbatch."""
-    ranks = tuple(
-        tuple(Action(Kind.F, stage, k) for k in range(microbatches) for stage in costs.stages_of(rank))
-        for rank in range(costs.rank_count)
-    )
-    timed = simulate(costs, microbatches, ranks)
-    return Schedule("forward", costs, microbatches, ranks, timed.spans, timed.peak_bytes)
 
 
 def refuse_moved_parameters(before: Sequence[Stage], after: Sequence[Stage], placement: Sequence[int]) -> None:

@@ -74,7 +74,7 @@ def test_order_given_by_the_user() -> None:
         assert_same(stepped(problem, pipe), reference(problem, 3), 1e-12)
     assert [str(action) for action in pipe.schedule.ranks[0]] == orders[0].split()
     calls = [str(node.name) for node in pipe.programs[1].module.graph.find_nodes(op="call_module")]
-    assert calls == ["F1_0", "B1_0", "F1_1", "B1_1", "W1_1", "W1_0", "F1_2", "loss", "B1_2", "W1_2"]
+    assert calls == ["F1_0", "B1_0", "F1_1", "B1_1", "W1_1", "W1_0", "F1_2", "summary", "B1_2", "W1_2"]
 
 
 def test_order_given_as_actions_and_as_a_generator() -> None:

@@ -34,7 +34,7 @@ def table(comm: float = 0.0, f: float = 1, b: float = 1, w: float = 1) -> CostTa
 
 def plans(schedule: Schedule, costs: OptimizerCosts) -> tuple[float, float, float]:
     messages = messages_of(schedule)
-    loss = TensorLayout((), (), torch.float32)
+    loss = (("loss", TensorLayout((), (), torch.float32)),)
     chain = chain_of(schedule, messages, order_of_ranks(schedule, RANKS - 1), loss, 5)
     found = planned(schedule, messages, chain, costs)
     return found.barrier_s, found.validated_s, found.repeat_s

@@ -20,7 +20,7 @@ from tests.support.models import ROWS, Problem, mean_squares, mlp, numbers
 from tests.support.reference import compiled
 from zbfx.comm.group import GroupTransport
 from zbfx.compiled import Compiled
-from zbfx.program.chain import Chain, chain_of, loss_layout, order_of_ranks
+from zbfx.program.chain import Chain, chain_of, order_of_ranks, summary_of
 from zbfx.program.codegen import Program, optimizer_program
 from zbfx.program.messages import messages_of
 from zbfx.runtime.captured import finished
@@ -93,7 +93,7 @@ def zeros(made: list[Tensor], box: list[Any]) -> list[Tensor]:
 def runner_of(pipe: Compiled, program: Program, device: Device) -> RankRunner:
     """Its phases make zeros."""
     runner = RankRunner(program, Tensors({}, {}), GroupTransport(program.messages, device), ())  # type: ignore[arg-type]
-    runner.combine = lambda *losses: torch.zeros(())
+    runner.summarize = lambda *losses: (torch.zeros(()),)
     for call in runner.calls:
         examples = pipe.stages[call.phase.stage].examples
         made = [torch.zeros(examples[n].shape if isinstance(n, str) and n in examples else ()) for n in call.returned]
@@ -122,8 +122,7 @@ def launch(
     received: set[str] = set()
     for step, verdict in enumerate((None, *VERDICTS)):
         pending = runner.pending = None if verdict is None else Pending(device, states[-1], verdict)
-        if program.chain.after is None:
-            runner.bound("loss").run = runner.combine
+        runner.bind_summary(runner.summarize)
         if not captured:
             environment = dict(given)
             finished(runner.warm_up(environment, step))
@@ -157,8 +156,8 @@ def launch(
 def validated(far: int, schedule: str) -> tuple[Compiled, Chain]:
     pipe = compiled(problem(far), 4, MICROBATCHES, schedule=schedule)
     order = order_of_ranks(pipe.schedule, pipe.compiled.loss_rank)
-    messages, layout = messages_of(pipe.stages, pipe.schedule), loss_layout(pipe.stages)
-    return pipe.compiled.validated(order, 1), chain_of(pipe.schedule, messages, order, layout, 1)
+    messages, summary = messages_of(pipe.stages, pipe.schedule), summary_of(pipe.stages)
+    return pipe.compiled.validated(order, 1), chain_of(pipe.schedule, messages, order, summary, 1)
 
 
 @pytest.mark.slow

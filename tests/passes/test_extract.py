@@ -128,5 +128,4 @@ def call(
     }
     ports = [sources[port.role][port.name] for port in phase.ports]
     results = phase.module(*ports, *(values[name] for name in phase.values), *(sums[name] for name in phase.gradients))
-    names = [*phase.results, *(["loss"] if phase.has_loss else [])]
-    values.update(zip(names, results, strict=True))
+    values.update(zip(phase.returned, results, strict=True))

@@ -9,7 +9,7 @@ from zbfx.program.chain import Chain, chain_of, order_of_ranks
 from zbfx.program.messages import TensorLayout
 from zbfx.schedule import plan
 
-LOSS = TensorLayout((), (), torch.float32)
+LOSS = (("loss", TensorLayout((), (), torch.float32)),)
 
 
 def chain(orders: list[str]) -> Chain:

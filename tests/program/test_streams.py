@@ -56,7 +56,7 @@ def test_the_program_starts_a_w_before_its_b_and_joins_it_after_the_b_was_sent()
     assert called == [
         *("self.F1", "self.B1", "zbfx_program_ops_send"),
         *("self.F1", "self.W1_beside", "self.B1", "zbfx_program_ops_send", "zbfx_program_streams_join"),
-        *("self.F1", "self.loss", "zbfx_program_ops_send"),
+        *("self.F1", "self.summary", "zbfx_program_ops_send"),
         *("self.W1_beside", "self.B1", "zbfx_program_ops_send", "zbfx_program_streams_join"),
         "self.W1",
     ]

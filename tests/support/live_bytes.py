@@ -119,7 +119,7 @@ def measured_peaks(pipe: zbfx.Pipeline, rows: Sequence[Sequence[Tensor]], steps:
         for k, row in enumerate(rows)
     ]
     scale = torch.ones((), dtype=pipe.compiled.reduction.dtype) / len(rows)
-    runners[pipe.compiled.loss_rank].combine = lambda *losses: pipe.compiled.reduction.combine(losses, scale)
+    runners[pipe.compiled.loss_rank].summarize = lambda *losses: (pipe.compiled.reduction.combine(losses, scale),)
     with torch.no_grad():
         for _ in range(steps):
             for runner in runners:

@@ -121,7 +121,8 @@ def test_graphs_and_costs_are_those_of_a_trace_of_their_own(make: Callable[[int]
     growing = [torch.cat([tensor] * 2)[:, :4] for tensor in (*problem.inputs, *problem.targets)]
     keywords = {name: torch.cat([tensor] * 2)[:, :4] for name, tensor in problem.kwargs.items()}
     found, expected = (
-        steps[option].engines.engine_for(growing, keywords, 3, evaluation=False).pipe for option in steps
+        steps[option].engines.engine_for(growing, keywords, 3, steps[option].engines.requests[0]).pipe
+        for option in steps
     )
     for one, other in zip(found.stages, expected.stages, strict=True):
         for kind, phase in other.phases.items():
@@ -147,7 +148,7 @@ def test_formulas_by_hand() -> None:
     step = symbolic_step(problem, cuts=["2"])
     step(numbers(9, 7, WIDTH))
     variants: Any = step.engines.variant.__self__  # type: ignore[attr-defined]
-    (template,) = variants.templates[False]
+    (template,) = variants.templates[step.engines.requests[0]]
     r, n = template.sizes.symbols
     hidden = 8 * 8 * r * n
     first, second = template.formulas.stages

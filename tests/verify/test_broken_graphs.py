@@ -265,7 +265,7 @@ OF_STAGES: list[tuple[Callable[..., Any], Callable[[], tuple[Stage, ...]]]] = [
     (graph_rules.arguments_are_named, lambda: changed(B, 1, values=extracted()[1].phases[B].values[1:])),
     (graph_rules.arguments_are_named, lambda: changed(F, 1, is_random=False)),
     (graph_rules.results_are_returned, lambda: rewritten(F, 1, last_result_is_lost)),
-    (graph_rules.results_are_returned, lambda: changed(F, 2, has_loss=False)),
+    (graph_rules.results_are_returned, lambda: changed(F, 2, last=())),
     (graph_rules.gradients_and_updates_are_written, lambda: rewritten(F, 0, last_write_is_lost)),
     (graph_rules.gradients_and_updates_are_written, lambda: rewritten(W, 1, last_write_is_lost)),
     (graph_rules.gradients_and_updates_are_written, lambda: rewritten(W, 1, a_value_is_written)),
@@ -288,7 +288,7 @@ OF_STAGES: list[tuple[Callable[..., Any], Callable[[], tuple[Stage, ...]]]] = [
         graph_rules.loss_and_updates_come_once,
         lambda: with_phase(
             rewritten(F, 2, last_result_is_lost),
-            replace(rewritten(F, 2, last_result_is_lost)[2].phases[F], has_loss=False),
+            replace(rewritten(F, 2, last_result_is_lost)[2].phases[F], last=()),
         ),
     ),
 ]

@@ -178,6 +178,11 @@ def released_too_early(program: Program) -> None:
     uses(program, ops.send, str(release.args[1]))[0].append(release)
 
 
+def as_the_loss(program: Program, key: str) -> Program:
+    (_, layout), *_ = program.chain.summary
+    return with_message(program, key, layouts=(layout,))
+
+
 Mutation = Callable[[Program], Program | None]
 BROKEN: list[tuple[Callable[..., Any], Callable[[], Compiled], int, Mutation]] = [
     (program_rules.program_is_in_order, plain, 1, no_module),
@@ -196,8 +201,8 @@ BROKEN: list[tuple[Callable[..., Any], Callable[[], Compiled], int, Mutation]] =
     (program_rules.messages_are_handled_once, plain, 1, lambda p: repeated(p, uses(p, ops.release)[0])),
     (program_rules.messages_are_handled_once, plain, 1, received_before_it_is_posted),
     (program_rules.messages_hold_their_values, plain, 1, sent_again),
-    (program_rules.messages_fit_their_phases, plain, 1, lambda p: with_message(p, "F0.0>1", layouts=(p.chain.loss,))),
-    (program_rules.messages_fit_their_phases, plain, 1, lambda p: with_message(p, "B1.0>0", layouts=(p.chain.loss,))),
+    (program_rules.messages_fit_their_phases, plain, 1, lambda p: as_the_loss(p, "F0.0>1")),
+    (program_rules.messages_fit_their_phases, plain, 1, lambda p: as_the_loss(p, "B1.0>0")),
     (
         program_rules.calls_get_their_arguments,
         plain,
@@ -229,8 +234,8 @@ BROKEN: list[tuple[Callable[..., Any], Callable[[], Compiled], int, Mutation]] =
         1,
         lambda p: replace(p, verdict=(p.verdict[0], len(p.module.graph.nodes))),
     ),
-    (program_rules.losses_are_returned, plain, 2, losses_swapped),
-    (program_rules.losses_are_returned, plain, 1, loss_of_the_batch_is_lost),
+    (program_rules.program_returns_its_results, plain, 2, losses_swapped),
+    (program_rules.program_returns_its_results, plain, 1, loss_of_the_batch_is_lost),
     (program_rules.actions_are_the_schedules, plain, 1, order_turned),
     (program_rules.messages_are_released_as_planned, plain, 1, lambda p: erased(p, uses(p, ops.release)[0])),
     (program_rules.messages_are_released_as_planned, plain, 1, released_too_early),

@@ -16,7 +16,7 @@ from zbfx.memory.lifetimes import Effect, Lifetimes, Slot, call_effect, rounded
 from zbfx.plan import Action
 from zbfx.program import ops, streams
 from zbfx.program.boxed import dying_values
-from zbfx.program.calls import BatchLoss, Bound, BoundTensor, PhaseCall
+from zbfx.program.calls import Bound, BoundTensor, PhaseCall, Summary
 from zbfx.program.codegen import Program
 
 # Modules that read and write gradients alone, or, for the optimizer, a few numbers.
@@ -123,7 +123,7 @@ class Walk:
         module = inner_call(self.program.module.get_submodule(str(node.target)))
         if not isinstance(module, PhaseCall):
             assert isinstance(module, STATIC), f"no rule for the memory of {node.format_node()}"
-            return self.keep(node, self.loss(len(node.args)) if isinstance(module, BatchLoss) else None)
+            return self.keep(node, self.summary(len(node.args)) if isinstance(module, Summary) else None)
         arguments = [self.values[source] for source in node.args[1:]]  # type: ignore[index]
         found: list[Any] = [arguments[i] if k is None else arguments[i][k] for i, k in module.places]  # type: ignore[index]
         read = [value or Storage(0, "", holders=1) for value in found]  # a view of what is static counts nothing
@@ -148,12 +148,13 @@ class Walk:
             self.peak, self.node = self.held, ""
         return None
 
-    def loss(self, microbatches: int) -> Storage:
-        """The loss of the batch, from those of its microbatches, stacked."""
-        size = self.program.chain.loss.size_bytes
-        stacked, loss = self.new(microbatches * size, "loss"), self.new(size, "loss")
+    def summary(self, terms: int) -> tuple[Storages, ...]:
+        """The loss of the batch and its metrics, from those of its microbatches, stacked."""
+        sizes = [layout.size_bytes for _, layout in self.program.chain.summary]
+        stacked = self.new(terms // len(sizes) * sum(sizes), "loss")
+        found = tuple(self.new(size, "loss") for size in sizes)
         self.held -= stacked.size
-        return loss
+        return found
 
     def effect(
         self, phase: str, groups: tuple[Slot, ...], owned: tuple[Slot, ...], sizes: Mapping[Slot, int]

@@ -80,8 +80,8 @@ class Bound(nn.Module):
         return self.run(*args)
 
 
-class BatchLoss(Bound):
-    """Makes the loss of the batch from the losses of its microbatches."""
+class Summary(Bound):
+    """Makes the loss and the metrics of the batch, in a tuple, from those of its microbatches."""
 
 
 class PhaseCall(nn.Module):
@@ -99,9 +99,8 @@ class PhaseCall(nn.Module):
         }
         place |= {item: (i, None) for i, item in enumerate(arguments) if isinstance(item, str)}
         self.places = [place[name] for name in phase.values]
-        results = [*phase.results, *(["loss"] if phase.has_loss else [])]
         self.packing = [
-            results.index(item) if isinstance(item, str) else [results.index(name) for name in item]
+            phase.returned.index(item) if isinstance(item, str) else [phase.returned.index(name) for name in item]
             for item in returned
         ]
         self.is_checked = False  # whether results were found to be what later phases were made for
@@ -133,8 +132,7 @@ def refuse_others(phase: Phase, results: Sequence[Any]) -> None:
     has those of the trace, and a compiled phase is compiled for those that come. So may be the dtype of a norm's
     statistics: compiled code has the one of the norm's fake version, kernels have another on the CPU."""
     nodes: Any = phase.module.graph.output_node().args[0]
-    names = [*phase.results, *(["loss"] if phase.has_loss else [])]
-    for name, node, found in zip(names, nodes, results, strict=True):
+    for name, node, found in zip(phase.returned, nodes, results, strict=True):
         value = node.meta["val"]
         if not isinstance(value, Tensor):
             continue
@@ -189,7 +187,7 @@ def arguments_of(phase: Phase, bundles: Mapping[Kind, Sequence[tuple[str, ...]]]
 
 
 def packing_of(phase: Phase, bundles: Sequence[tuple[str, ...]]) -> list[Item]:
-    """What the phase's call returns: the values that travel, the loss, and the bundles."""
+    """What the phase's call returns: the values that travel, what is for the user, and the bundles."""
     bundled = {name for bundle in bundles for name in bundle}
     alone = [name for name in phase.results if name not in bundled]
-    return [*alone, *(["loss"] if phase.has_loss else []), *bundles]
+    return [*alone, *map(str, phase.last), *bundles]

@@ -1,7 +1,8 @@
 """The chain of ranks: along it go the loss, in every program, and the state of an optimizer step without a barrier.
 In: a schedule and its messages. Out: `Chain`, and for each rank a `RankChain`, its part in the chain.
-The loss goes back along the chain from the rank that computes it (message `loss>1`: to rank 1). Each rank passes it on
-where, by the plan, nobody has to wait for it. A broadcast at the end of the step would be a barrier.
+The loss, with the metrics, goes back along the chain from the rank that computes it (message `loss>1`: to rank 1).
+Each rank passes it on where, by the plan, nobody has to wait for it. A broadcast at the end of the step would be a
+barrier. Programs that have neither pass nothing on.
 An optimizer step without a barrier is validated (section 4 of the paper). After its last action a rank receives the
 gradient norms known so far (`state>2`), adds its own, passes them on and steps its optimizer. The last rank of the
 chain then knows all. The full state, the *verdict*, comes back along the chain (`verdict>1`) while the forwards of the
@@ -17,19 +18,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
+from typing import Any
 
 import torch
 
-from zbfx.graphs import Phase, Stage
+from zbfx.graphs import LOSS, Phase, Port, Role, Stage
+from zbfx.metrics import MetricKind
 from zbfx.plan import Action, Kind, parts
-from zbfx.program.messages import POST_AHEAD, Message, TensorLayout, post_positions
+from zbfx.program.messages import POST_AHEAD, Message, TensorLayout, contiguous, post_positions
 from zbfx.schedule.schedule import Schedule
+
+Summed = tuple[tuple[str, TensorLayout], ...]  # the loss of a batch and its metrics, by name
 
 
 class Passed(Enum):
     """What ranks pass along their chain. The value begins the key of its messages."""
 
-    LOSS = "loss"  # from the last rank back to the first
+    LOSS = "loss"  # and metrics, from the last rank back to the first
     STATE = "state"  # from the first rank to the last
     VERDICT = "verdict"  # the complete state, from the last rank back to the first
 
@@ -37,13 +42,13 @@ class Passed(Enum):
 @dataclass(frozen=True, slots=True)
 class Chain:
     """`ranks` are in the order in which the state passes; the last computes the loss. For each rank, `prefix` is how
-    many of its unfused actions run before it looks at the verdict, and `loss_at` how many before it passes on the loss.
-    `state` is None where no optimizer step is validated."""
+    many of its unfused actions run before it looks at the verdict, and `loss_at` how many before it passes on the
+    `summary`, the loss and the metrics. `state` is None where no optimizer step is validated."""
 
     ranks: tuple[int, ...]
     prefix: tuple[int, ...]
     loss_at: tuple[int, ...]
-    loss: TensorLayout
+    summary: Summed
     state: TensorLayout | None = None
 
     def neighbours(self, rank: int) -> tuple[int | None, int | None]:
@@ -52,9 +57,11 @@ class Chain:
         return ends[place], ends[place + 2]
 
     def message(self, passed: Passed, source: int, target: int) -> Message:
-        layout = self.loss if passed is Passed.LOSS else self.state
-        assert layout is not None, "a chain that passes a state"
-        return Message(f"{passed.value}>{target}", None, None, source, target, (passed.value,), (layout,))
+        found = self.summary if passed is Passed.LOSS else ((passed.value, self.state),)
+        layouts = tuple(layout for _, layout in found if layout is not None)
+        assert len(layouts) == len(found), "a chain that passes a state"
+        names = tuple(name for name, _ in found)
+        return Message(f"{passed.value}>{target}", None, None, source, target, names, layouts)
 
     @property
     def pairs(self) -> set[tuple[int, int]]:
@@ -76,7 +83,7 @@ def chain_of(
     schedule: Schedule,
     messages: Sequence[Message],
     ranks: tuple[int, ...],
-    loss: TensorLayout,
+    summary: Summed,
     state_size: int | None = None,
 ) -> Chain:
     """The chain of these ranks (`order_of_ranks`); with `state_size`, one along which optimizer steps are validated."""
@@ -88,11 +95,13 @@ def chain_of(
     ]
     prefix = (0,) * len(ranks) if state_size is None else prefixes(orders, messages)
     state = None if state_size is None else TensorLayout((state_size,), (1,), torch.float64)
-    return Chain(ranks, prefix, loss_positions(ranks, orders, starts, prefix), loss, state)
+    return Chain(ranks, prefix, loss_positions(ranks, orders, starts, prefix), summary, state)
 
 
 def loss_phase(stages: Sequence[Stage]) -> Phase:
-    return next(phase for stage in stages for phase in stage.phases.values() if phase.has_loss)
+    """The phase that returns the losses; that of the last stage's forward where there are none."""
+    phases = [phase for stage in stages for phase in stage.phases.values()]
+    return next((phase for phase in phases if phase.has_loss), stages[-1].phases[Kind.F])
 
 
 def loss_rank(stages: Sequence[Stage], placement: Sequence[int]) -> int:
@@ -100,11 +109,19 @@ def loss_rank(stages: Sequence[Stage], placement: Sequence[int]) -> int:
     return placement[loss_phase(stages).stage]
 
 
-def loss_layout(stages: Sequence[Stage]) -> TensorLayout:
-    """How the loss of the batch travels: a scalar of the losses' dtype."""
+def summary_of(stages: Sequence[Stage], metrics: Sequence[MetricKind] = ()) -> Summed:
+    """How the loss of the batch travels, a scalar of the losses' dtype, and its metrics."""
     phase = loss_phase(stages)
-    loss = phase.module.graph.output_node().args[0][len(phase.results)]  # type: ignore[index]
-    return TensorLayout((), (), loss.meta["val"].dtype)  # type: ignore[union-attr]
+    if not phase.has_loss:
+        return ()
+    returned: Any = phase.module.graph.output_node().args[0]
+    values = [node.meta["val"] for node in returned[len(phase.results) :]]
+    places = {str(port): value for port, value in zip(phase.last, values, strict=True)}
+    found = [(LOSS, TensorLayout((), (), places[LOSS].dtype))]
+    for kind in metrics:
+        name = str(Port(Role.METRIC, kind.name))
+        found.append((name, contiguous(tuple(places[name].shape), kind.dtype_of_batch(places[name].dtype))))
+    return tuple(found)
 
 
 def prefixes(orders: Sequence[Sequence[Action]], messages: Sequence[Message]) -> tuple[int, ...]:
@@ -163,7 +180,7 @@ class RankChain:
     are the messages that a prefix sends and that this rank reads after its own prefix."""
 
     def __init__(self, chain: Chain, unfused: Unfused, incoming: Sequence[Message], rank: int) -> None:
-        self.chain, self.rank, self.loss = chain, rank, chain.loss
+        self.chain, self.rank, self.summary = chain, rank, chain.summary
         self.validates = chain.state is not None  # whether this rank looks at an optimizer step's verdict
         self.prefix, self.loss_at = chain.prefix[rank], chain.loss_at[rank]
         self.before, self.after = chain.neighbours(rank)
@@ -185,6 +202,8 @@ class RankChain:
 
     def passed_on(self, passed: Passed) -> tuple[Message | None, Message | None]:
         """The message that this rank gets from one neighbour, and the one that it sends to the other."""
+        if passed is Passed.LOSS and not self.summary:
+            return None, None
         source, target = (self.before, self.after) if passed is Passed.STATE else (self.after, self.before)
         return (
             None if source is None else self.chain.message(passed, source, self.rank),

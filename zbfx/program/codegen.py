@@ -10,15 +10,17 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import fx
 
 from zbfx.errors import InvalidSchedule, listed
-from zbfx.graphs import Phase, Stage
+from zbfx.graphs import Phase, Role, Stage
+from zbfx.metrics import MetricKind
 from zbfx.plan import Action, Kind
 from zbfx.program import streams
 from zbfx.program.calls import Item, PhaseCall, Readers, arguments_of, bundles_of, packing_of
-from zbfx.program.chain import Chain, RankChain, Unfused, chain_of, loss_layout, loss_rank, order_of_ranks
+from zbfx.program.chain import Chain, RankChain, Unfused, chain_of, loss_rank, order_of_ranks, summary_of
 from zbfx.program.messages import Message, SharedGradient, messages_of, release_positions, shared_gradients
 from zbfx.program.rank_graph import RankGraph, Relay
 from zbfx.program.reductions import Bucket, RankReductions
@@ -26,13 +28,21 @@ from zbfx.program.shared_sums import SharedSums
 from zbfx.schedule.schedule import Schedule
 
 
+class Result(NamedTuple):
+    """What a program returns: a name, and the microbatch that it is of, None for the whole batch."""
+
+    name: str
+    microbatch: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """What one rank does in a step. `code` prints it; `messages` holds every message that the rank sends or receives,
     `buckets` what it sums over the replicas.
 
-    The module takes `transport` and one `Microbatch` per microbatch. It returns the losses of the microbatches, in
-    order, on the rank that computes them, and the loss of the batch on every rank.
+    The module takes `transport` and one `Microbatch` per microbatch. It returns what `results` names: of each of them
+    what is for the user, on the rank that computes it, and on every rank the summary, which has no microbatch: the loss
+    of the batch and its metrics.
 
     Nodes `verdict[0]` to `verdict[1]`, exclusive, look at the last optimizer step; those before them are the prefix.
     (0, 0): no node does."""
@@ -41,6 +51,7 @@ class Program:
     module: fx.GraphModule
     messages: dict[str, Message]
     chain: RankChain
+    results: tuple[Result, ...] = ()
     buckets: tuple[Bucket, ...] = ()
     verdict: tuple[int, int] = (0, 0)
 
@@ -50,10 +61,14 @@ class Program:
 
 
 def generate(
-    stages: Sequence[Stage], schedule: Schedule, reductions: Sequence[RankReductions] = (), chain: Chain | None = None
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    reductions: Sequence[RankReductions] = (),
+    chain: Chain | None = None,
+    metrics: Sequence[MetricKind] = (),
 ) -> tuple[Program, ...]:
     """One program per rank of the schedule. `reductions`, one per rank, add sums of gradients over replicas; a `chain`
-    that passes a state makes programs for an optimizer that waits for no barrier.
+    that passes a state makes programs for an optimizer that waits for no barrier. `metrics` are those of the loss.
 
     Raises `InvalidSchedule` where backwards would write a buffer in another order than that of the microbatches.
     """
@@ -62,7 +77,7 @@ def generate(
     shared = shared_gradients(stages, schedule.costs.placement)
     if chain is None:
         ranks = order_of_ranks(schedule, loss_rank(stages, schedule.costs.placement))
-        chain = chain_of(schedule, messages, ranks, loss_layout(stages))
+        chain = chain_of(schedule, messages, ranks, summary_of(stages, metrics))
     summed: Sequence[RankReductions | None] = reductions or [None] * len(schedule.ranks)
     whole = Whole(stages, schedule, Unfused.of(schedule), messages, shared, Readers.of(stages), chain)
     return tuple(RankProgram(whole, rank, own).generate() for rank, own in enumerate(summed))
@@ -112,6 +127,8 @@ class RankProgram:
         self.incoming = [m for m in whole.messages if m.target == rank]
         self.reductions = reductions or RankReductions(())
         self.nodes = RankGraph()
+        own = [stage for stage in self.stages if schedule.costs.placement[stage.index] == rank]
+        self.last = [port for stage in own for phase in stage.phases.values() for port in phase.last]
         self.microbatches = [self.nodes.graph.placeholder(f"microbatch_{k}") for k in range(schedule.microbatches)]
         self.values: dict[tuple[Item, int], fx.Node] = {}
         self.part = RankChain(whole.chain, whole.unfused, self.incoming, rank)
@@ -120,7 +137,7 @@ class RankProgram:
         held = [gradient for gradient in whole.shared if rank in gradient.holders]
         self.shared_sums = SharedSums(self.nodes, held, schedule.costs.placement, rank, buckets)
         self.verdict = (0, 0)
-        self.batch_loss: tuple[fx.Node, ...] = ()
+        self.summary: tuple[fx.Node, ...] = ()
 
     def generate(self) -> Program:
         nodes, part, reductions = self.nodes, self.part, self.reductions
@@ -156,8 +173,11 @@ class RankProgram:
         for bucket in reductions.buckets:
             if not bucket.shared:
                 nodes.reduced(bucket)
-        module = nodes.module(f"Rank{self.rank}", [*self.losses(), *self.batch_loss])
-        return Program(self.rank, module, nodes.messages, self.part, reductions.buckets, self.verdict)
+        own = {Result(item, k): self.values[item, k] for item in self.own_results() for k in self.all_of(item)}
+        names = [name for name, _ in part.summary]
+        module = nodes.module(f"Rank{self.rank}", [*own.values(), *self.summary])
+        results = (*own, *(Result(name, None) for name in names[: len(self.summary)]))
+        return Program(self.rank, module, nodes.messages, part, results, reductions.buckets, self.verdict)
 
     def releases(self) -> dict[int, list[Message]]:
         releases = release_positions(self.outgoing, self.order, self.whole.unfused.start_s)
@@ -176,8 +196,11 @@ class RankProgram:
             self.nodes.release(message)
         for message in posts.pop(position, ()):
             self.nodes.post(message)
-        if position == self.part.loss_at and not self.batch_loss:  # the calls of Ws in pieces go past the last position
-            self.batch_loss = (self.relay.loss(self.losses()),)
+        if position == self.part.loss_at and not self.summary:  # the calls of Ws in pieces go past the last position
+            terms = [port for port in self.last if port.role is not Role.OUTPUT]
+            self.summary = self.relay.summary(
+                [self.values[str(port), k] for port in terms for k in self.all_of(str(port))]
+            )
 
     def look_at_verdict(self, position: int, posts: dict[int, list[Message]]) -> None:
         """At the end of the prefix, in programs that validate an optimizer step. Messages that a wrong verdict drops
@@ -191,8 +214,14 @@ class RankProgram:
             self.relay.verdict()
             self.verdict = (begin, len(self.nodes))
 
-    def losses(self) -> list[fx.Node]:
-        return [self.values["loss", k] for k in range(len(self.microbatches)) if ("loss", k) in self.values]
+    def own_results(self) -> list[str]:
+        """The names of what this rank returns of each microbatch: the loss, and what users asked for. Metrics end in
+        the summary."""
+        return [str(port) for port in self.last if port.role is not Role.METRIC]
+
+    def all_of(self, item: str) -> list[int]:
+        """The microbatches of which this rank has a value of this name."""
+        return [k for k in range(len(self.microbatches)) if (item, k) in self.values]
 
     def fork(self, action: Action) -> tuple[fx.Node, ...]:
         """Start a W on the second stream; returns the arguments of its join."""

@@ -68,6 +68,10 @@ class SharedGradient:
     layout: TensorLayout
 
 
+def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> TensorLayout:
+    return TensorLayout(shape, tuple(torch.empty(shape, device="meta").stride()), dtype)
+
+
 def messages_of(stages: Sequence[Stage], schedule: Schedule) -> list[Message]:
     """Every message of a step, each sender's in the order in which it sends them."""
     placement = schedule.costs.placement

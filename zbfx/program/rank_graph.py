@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from zbfx._torch import graph_module
 from zbfx.program import ops
-from zbfx.program.calls import BatchLoss, Bound, GradientBucket, ParameterBucket
+from zbfx.program.calls import Bound, GradientBucket, ParameterBucket, Summary
 from zbfx.program.chain import Passed, RankChain
 from zbfx.program.messages import Message
 from zbfx.program.reductions import Bucket
@@ -75,8 +75,8 @@ class RankGraph:
 
 
 class Relay:
-    """Adds a rank's part in the chain (`zbfx.program.chain`): nodes for the loss, the optimizer state and its verdict,
-    whose functions are bound at run time."""
+    """Adds a rank's part in the chain (`zbfx.program.chain`): nodes for the loss and the metrics, the optimizer state
+    and its verdict, whose functions are bound at run time."""
 
     def __init__(self, nodes: RankGraph, part: RankChain) -> None:
         self.nodes, self.part = nodes, part
@@ -93,13 +93,18 @@ class Relay:
             self.nodes.send(target, [verdict])
         self.nodes.call("judge", Bound(), [verdict])
 
-    def loss(self, losses: Sequence[fx.Node]) -> fx.Node:
-        """Make the loss where it arises, get it elsewhere, and pass it on."""
+    def summary(self, terms: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+        """Make the loss and the metrics where they arise, get them elsewhere, and pass them on. `terms` are those of
+        the microbatches: all losses, then all values of each metric."""
+        if not self.part.summary:
+            return ()
         source, target = self.part.passed_on(Passed.LOSS)
-        loss = self.nodes.call("loss", BatchLoss(), losses) if source is None else self.nodes.receive_one(source)
+        whole = self.nodes.call("summary", Summary(), terms) if source is None else self.nodes.receive(source)
+        entries = range(len(self.part.summary))
+        found = [self.nodes.graph.call_function(operator.getitem, (whole, index)) for index in entries]
         if target is not None:
-            self.nodes.send(target, [loss])
-        return loss
+            self.nodes.send(target, found)
+        return tuple(found)
 
     def optimizer_step(self) -> None:
         """Add this rank's gradients to the state, pass it on, and step."""

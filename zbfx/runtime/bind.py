@@ -94,7 +94,7 @@ def bound_step(
     channels.users = groups_of(source.named)
     engine.run_phases_by(compiler)
     launch = Captured() if pipe.options.runs.captures else Launched()
-    return Step(engine, replace(options, seed=seed), ranks, launch, source, variant)
+    return Step(engine, replace(options, seed=seed), ranks, launch, source, variant, compiler)
 
 
 def spare_names(source: Source, holders: Collection[str], rank: int) -> set[str]:

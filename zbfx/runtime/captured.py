@@ -14,15 +14,13 @@ from torch import Tensor
 from zbfx.comm.channels import Channels
 from zbfx.comm.copies import CopyLine
 from zbfx.errors import InputError, ZbfxError
-from zbfx.runtime.engine import Engine, T, take_turns
+from zbfx.runtime.engine import BatchResults, Engine, T, take_turns
 from zbfx.runtime.loading import load
 from zbfx.runtime.runner import Environment, Wait, restore
 from zbfx.runtime.timeline import Recorder
 from zbfx.trace.signature import on_device
 
 LOADS = ("cuda",)  # devices on which a first call may wait for all others
-
-Results = tuple[tuple[Tensor, ...], Tensor]  # the losses of the microbatches, and the loss of the batch
 
 
 class Launched:
@@ -36,9 +34,9 @@ class Launched:
 
     def run(
         self, engine: Engine, rows: Sequence[Sequence[Tensor]], seed: int, step: int, settle: Callable[[], None]
-    ) -> Results:
-        """The losses of step number `step`, whose random numbers follow `seed`. `settle` ends an optimizer step that
-        waits for its verdict, for runs in which its gradients are bound anew."""
+    ) -> BatchResults:
+        """What step number `step` makes, whose random numbers follow `seed`. `settle` ends an optimizer step that waits
+        for its verdict, for runs in which its gradients are bound anew."""
         device = engine.pipe.device
         loads = engine.runs == 0 and engine.channels is not None and device.type in LOADS
         if loads:
@@ -51,7 +49,7 @@ class Launched:
                 load(runner, engine.pipe.stages, inputs, step, device)
                 del inputs  # the run makes its own
         engine.start_clocks()
-        return engine.run(rows, seed, step), engine.batch_loss
+        return engine.run(rows, seed, step)
 
 
 @dataclass(frozen=True)
@@ -74,11 +72,10 @@ class Part:
 
 @dataclass
 class Capture:
-    """A rank's step as a CUDA graph, with the losses that it writes."""
+    """A rank's step as a CUDA graph, with the results that it writes."""
 
     whole: Part
-    losses: tuple[Tensor, ...]
-    loss: Tensor
+    results: BatchResults
     prefix: Part | None = None  # what runs before the verdict on an optimizer step
     received: frozenset[str] = frozenset()  # messages for later that the prefix receives
     watched: tuple[Any, ...] = ()
@@ -125,10 +122,8 @@ class Captured(Launched):
 
     def run(
         self, engine: Engine, rows: Sequence[Sequence[Tensor]], seed: int, step: int, settle: Callable[[], None]
-    ) -> Results:
+    ) -> BatchResults:
         runner = engine.runners[0]
-        if not engine.pipe.trains:
-            return super().run(engine, rows, seed, step, settle)
         if engine.runs == 0:
             device = engine.pipe.device
             engine.static = StaticInputs(
@@ -167,7 +162,7 @@ class Captured(Launched):
         runner.transport.finish()  # the verdict that was passed on, which no graph holds
         if runner.watched is not None:
             runner.watched[:] = captured.watched
-        return captured.losses, captured.loss.clone()
+        return captured.results.cloned()
 
 
 def captured_step(engine: Engine, seed: int, step: int) -> Capture:
@@ -180,9 +175,9 @@ def captured_step(engine: Engine, seed: int, step: int) -> Capture:
     try:
         if runner.program.chain.validates:
             return capture_parts(engine, seed, step)
-        losses: list[Tensor] = []
-        whole = part(lambda: losses.extend(engine.run(engine.static.rows, seed, step)), channels_of(engine))
-        return Capture(whole, tuple(losses), engine.batch_loss, watched=tuple(runner.watched or ()))
+        made: list[BatchResults] = []
+        whole = part(lambda: made.append(engine.run(engine.static.rows, seed, step)), channels_of(engine))
+        return Capture(whole, made[0], watched=tuple(runner.watched or ()))
     except RuntimeError as error:
         raise ZbfxError(
             f"this step cannot be captured as a CUDA graph: {error}. Use backend='eager' or 'inductor'"
@@ -208,7 +203,7 @@ def capture_parts(engine: Engine, seed: int, step: int) -> Capture:
     runner = engine.runners[0]
     environment: Environment = {}
     received: set[str] = set()
-    losses: list[Tensor] = []
+    made: list[BatchResults] = []
 
     def warm_up() -> None:
         environment.update(runner.given(engine.inputs(engine.static.rows, runner, seed)))
@@ -216,12 +211,12 @@ def capture_parts(engine: Engine, seed: int, step: int) -> Capture:
         received.update(runner.transport.join())
 
     def complete() -> None:
-        losses.extend(finished(runner.complete(environment, step)))
+        made.append(engine.results([finished(runner.complete(environment, step))]))
 
     prefix = part(warm_up, channels_of(engine))
     whole = part(complete, channels_of(engine), after=prefix)
     watched = tuple(runner.watched or ())
-    return Capture(whole, tuple(losses), engine.batch_loss, prefix, frozenset(received), watched)
+    return Capture(whole, made[0], prefix, frozenset(received), watched)
 
 
 @contextmanager

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -16,10 +17,10 @@ from zbfx.comm.group import GroupTransport
 from zbfx.comm.local import LocalTransport, Mailbox
 from zbfx.compiled import Compiled
 from zbfx.errors import InputError
-from zbfx.graphs import Phase
+from zbfx.graphs import LOSS, Phase
 from zbfx.program import ops
 from zbfx.program.boxed import Boxed
-from zbfx.program.codegen import Program
+from zbfx.program.codegen import Program, Result
 from zbfx.program.messages import buffer_holders, parameter_holders
 from zbfx.program.reductions import RankReductions
 from zbfx.runtime.flat import Shards
@@ -28,6 +29,26 @@ from zbfx.runtime.timeline import Recorder
 from zbfx.trace.signature import on_device
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class BatchResults:
+    """What a batch makes beside gradients: the losses of its microbatches and the outputs, by port, on the rank that
+    computes them, and on every rank the loss (None: there is none) and the metrics."""
+
+    losses: tuple[Tensor, ...]
+    loss: Tensor | None
+    metrics: Mapping[str, Tensor]
+    outputs: Mapping[str, Sequence[Tensor]]
+
+    def cloned(self) -> BatchResults:
+        """Copies of all but the losses of microbatches, for results in memory that a later run writes."""
+        return replace(
+            self,
+            loss=None if self.loss is None else self.loss.clone(),
+            metrics={name: value.clone() for name, value in self.metrics.items()},
+            outputs={name: [value.clone() for value in values] for name, values in self.outputs.items()},
+        )
 
 
 @dataclass
@@ -46,10 +67,10 @@ class Engine:
     runs: int = 0
 
     def __post_init__(self) -> None:
-        self.weight = torch.zeros((), dtype=self.pipe.reduction.dtype, device=self.pipe.device)
+        self.weight = self.pipe.reduction.zeros(self.pipe.device)
         self.loss_gradient = torch.zeros_like(self.weight)
         for runner in self.runners:
-            runner.combine = lambda *losses: self.loss(losses)
+            runner.summarize = lambda *terms: self.summary(terms)
 
     @property
     def shards(self) -> Shards | None:
@@ -131,13 +152,6 @@ class Engine:
         return self, rows
 
     @property
-    def batch_loss(self) -> Tensor:
-        """The loss of the last run's batch, which every rank's program ends with."""
-        loss = self.runners[0].loss
-        assert loss is not None, "the programs have run"
-        return loss
-
-    @property
     def replica(self) -> int:
         return self.channels.place.replica if self.channels else 0
 
@@ -171,11 +185,15 @@ class Engine:
     def rescale(self) -> None:
         self.loss_gradient.copy_(self.weight * self.scale())
 
-    def loss(self, losses: Sequence[Tensor]) -> Tensor:
-        """The loss of the batch over all replicas, from those of this one's microbatches: on the rank that has them."""
+    def summary(self, terms: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The loss and the metrics of the batch over all replicas, from those of this one's microbatches: all losses,
+        then all values of each part of a metric. On the rank that has them."""
+        count = self.pipe.reduction.microbatches
+        columns = [torch.stack(list(terms[k : k + count])) for k in range(0, len(terms), count)]
         if self.channels and self.replicas > 1:
-            losses = self.channels.from_replicas(torch.stack(list(losses))).flatten().unbind()
-        return self.pipe.reduction.combine(losses, self.weight)
+            columns = together(columns, self.channels.from_replicas)
+        losses, *values = columns
+        return (self.pipe.reduction.combine(losses.unbind(), self.weight), *metrics_of_batch(self.pipe, values))
 
     def inputs(self, rows: Sequence[Sequence[Tensor]], runner: RankRunner, seed: int) -> list[ops.Microbatch]:
         """The microbatches with the tensors that a rank reads, on its device, with the strides of the trace."""
@@ -187,10 +205,39 @@ class Engine:
         ]
         return [ops.Microbatch(row, rng.mix(seed, first + index)) for index, row in enumerate(read)]
 
-    def run(self, rows: Sequence[Sequence[Tensor]], seed: int, step: int) -> tuple[Tensor, ...]:
-        """Run all programs; returns the losses of the microbatches if a rank of this process computes them."""
+    def run(self, rows: Sequence[Sequence[Tensor]], seed: int, step: int) -> BatchResults:
+        """Run all programs."""
         runs = [runner.run(self.inputs(rows, runner, seed), step) for runner in self.runners]
-        return next((losses for losses in take_turns(runs) if losses), ())
+        return self.results(take_turns(runs))
+
+    def results(self, found: Sequence[Mapping[Result, Tensor]]) -> BatchResults:
+        """What the programs of this process's ranks have returned."""
+        own: dict[str, list[Tensor]] = defaultdict(list)
+        for result, value in (pair for of_rank in found for pair in of_rank.items()):
+            if result.microbatch is not None:
+                own[result.name].append(value)
+        summary = [found[0][Result(name, None)] for name, _ in self.runners[0].program.chain.summary]
+        metrics = zip((kind.name for kind in self.pipe.joint.metrics), summary[1:], strict=True)
+        losses = tuple(own.pop(LOSS, ()))
+        return BatchResults(losses, summary[0] if summary else None, dict(metrics), own)
+
+
+def together(columns: Sequence[Tensor], gather: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Each column of values, from all replicas, in one exchange, byte for byte."""
+    if len(columns) == 1:
+        return [gather(columns[0]).flatten(0, 1)]
+    bits = [column.contiguous().reshape(-1).view(torch.uint8) for column in columns]
+    parts = gather(torch.cat(bits)).split([len(part) for part in bits], dim=1)
+    return [
+        part.contiguous().view(column.dtype).view(-1, *column.shape[1:])
+        for part, column in zip(parts, columns, strict=True)
+    ]
+
+
+def metrics_of_batch(pipe: Compiled, values: Sequence[Tensor]) -> list[Tensor]:
+    """The metrics of the batch, from all values of each of their parts."""
+    remaining = iter(values)
+    return [kind.of_batch(*(next(remaining) for _ in kind.parts)) for kind in pipe.joint.metrics]
 
 
 Batch = tuple[Engine, Sequence[Sequence[Tensor]]]  # what runs a call, and the tensors of its microbatches

@@ -8,17 +8,21 @@ from typing import Any
 from zbfx.arguments import kind_of
 from zbfx.compiled import Compiled
 from zbfx.errors import InputError
+from zbfx.graphs import Phase
+from zbfx.program.boxed import Boxed, boxed
 from zbfx.runtime.captured import Launched
+from zbfx.runtime.delivery import Delivery
 from zbfx.runtime.engine import Batch, Engine
 from zbfx.runtime.options import StepOptions
 from zbfx.runtime.ranks import Ranks
 from zbfx.trace.signature import is_pair
+from zbfx.trace.wanted import EVALUATION, TRAINING, Request, Wanted
 
 PAIRS = "a list of (positional arguments, keyword arguments), like ((inputs, targets), {}), one for each microbatch"
 
 
-# (args, kwargs, microbatches, *, evaluation) -> the pipeline for a microbatch of other shapes, or for evaluation.
-Variant = Callable[..., Compiled]
+# (args, kwargs, microbatches, request) -> the pipeline for a microbatch of other shapes, or for another request.
+Variant = Callable[[Sequence[Any], Mapping[str, Any], int, Request], Compiled]
 
 
 class Engines:
@@ -33,10 +37,12 @@ class Engines:
         launch: Launched,
         variant: Variant,
         check: Callable[[Collection[str]], None],
+        compiler: Callable[[Phase], Boxed] = boxed,
     ) -> None:
         """`check` looks at the tensors of these names, which an engine that was built may be the first to read."""
         self.first, self.options, self.ranks, self.launch = first, options, ranks, launch
-        self.variant, self.check = variant, check
+        self.variant, self.check, self.compiler = variant, check, compiler
+        self.requests = [Request(wanted, first.pipe.signature) for wanted in (TRAINING, EVALUATION)]
         self.others: dict[tuple[object, ...], Engine] = {}
         self.chain: tuple[tuple[int, ...], int] | None = None
         launch.prepare(first)
@@ -52,7 +58,7 @@ class Engines:
     def batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
         count = self.first.pipe.reduction.microbatches
         self.first.pipe.signature.refuse_gradients(args, kwargs)
-        engine = self.engine_for(args, kwargs, count, evaluation=False)
+        engine = self.engine_for(args, kwargs, count, self.requests[0])
         return engine.with_data(engine.pipe.signature.split(args, kwargs, count))
 
     def split_batch(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Batch:
@@ -70,33 +76,42 @@ class Engines:
         self.ranks.given(signature.batch_shapes(count))
         return self.first.with_data([signature.split(args, kwargs, 1)[0] for args, kwargs in batches])
 
-    def evaluation_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
-        count = self.first.pipe.signature.microbatches_in(args, kwargs) or self.first.pipe.reduction.microbatches
-        engine = self.engine_for(args, kwargs, count, evaluation=True)
+    def forward_batch(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], wanted: Wanted, delivery: Delivery
+    ) -> Batch:
+        """The engine and the microbatches of a forward: the example's arguments, and for one that is asked for outputs
+        alone, others too. Their number is what the batch has."""
+        example, count = self.first.pipe.signature, self.first.pipe.reduction.microbatches
+        request = Request(wanted, example if wanted.has_loss else example.of_call(args, kwargs, count))
+        request = next((known for known in self.requests if known.is_like(request)), request)
+        if request not in self.requests:
+            self.requests.append(request)
+        count = request.signature.microbatches_in(args, kwargs) or count
+        engine = self.engine_for(args, kwargs, count, request)
+        delivery.check(engine.pipe)
         return engine.with_data(engine.pipe.signature.split(args, kwargs, engine.pipe.reduction.microbatches))
 
-    def engine_for(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, *, evaluation: bool
-    ) -> Engine:
+    def engine_for(self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, request: Request) -> Engine:
         """The engine for a batch like this; builds it if the options allow. Raises `InputError` otherwise."""
-        signature = self.first.pipe.signature
+        signature, trains = request.signature, request.wanted.trains
         tensors = signature.flatten(args, kwargs)
         self.ranks.given({spec.name: tuple(t.shape) for spec, t in zip(signature.tensors, tensors, strict=True)})
         fits = signature.microbatches_in(args, kwargs) == microbatches
-        if fits and not evaluation:
+        if fits and trains:
             return self.first
         if not fits and self.options.refuses_shapes:
             signature.split(args, kwargs, microbatches)
-        key = (evaluation, microbatches, *(tuple(tensor.shape) for tensor in tensors))
+        key = (request, microbatches, *(tuple(tensor.shape) for tensor in tensors))
         if key not in self.others:
             example = signature.first_microbatch(args, kwargs, microbatches)
-            pipe = self.variant(*example, microbatches, evaluation=evaluation)
-            self.others[key] = self.build(pipe if evaluation else self.validated(pipe))
+            pipe = self.variant(*example, microbatches, request)
+            self.others[key] = self.build(self.validated(pipe) if trains else pipe)
             self.check(self.tensor_names)
         return self.others[key]
 
     def build(self, pipe: Compiled) -> Engine:
         engine = self.ranks.engine(pipe, self.first.runners[0].tensors.of(pipe.joint))
+        engine.run_phases_by(self.compiler)
         self.launch.prepare(engine)
         engine.share(self.first)
         return engine

@@ -20,7 +20,7 @@ from zbfx.plan import Action, Kind
 from zbfx.program import calls, ops
 from zbfx.program.boxed import dying_values
 from zbfx.program.calls import PhaseCall
-from zbfx.program.codegen import Program
+from zbfx.program.codegen import Program, Result
 from zbfx.program.streams import Beside, on_stream_of, second_stream
 from zbfx.runtime.flat import FlatGradients, Shards
 from zbfx.runtime.timeline import Recorder
@@ -34,7 +34,7 @@ class Wait(NamedTuple):
 
 
 NO_RANGE: AbstractContextManager[Any] = nullcontext()
-Run = Generator[Wait, None, tuple[Tensor, ...]]
+Run = Generator[Wait, None, dict[Result, Tensor]]
 Environment = dict[fx.Node, Any]
 
 
@@ -86,8 +86,7 @@ class RankRunner:
         self.kept: dict[str, Tensor] = {}
         self.waits = 0
         self.pending: Pending | None = None
-        self.combine: Callable[..., Tensor] | None = None  # the losses of the microbatches to that of the batch
-        self.loss: Tensor | None = None  # of the batch
+        self.summarize: Callable[..., tuple[Tensor, ...]] | None = None  # what microbatches have to that of the batch
         self.watched: list[tuple[Action, Tensor]] | None = None  # the largest absolute value that each action made
 
     def share(self, other: RankRunner) -> None:
@@ -137,8 +136,7 @@ class RankRunner:
         if self.besides and loss_gradient.is_cuda and self.besides[0].stream is None:
             for beside in self.besides:
                 beside.stream = second_stream(loss_gradient.device)
-        if self.program.chain.after is None:
-            self.bound("loss").run = self.combine  # anew in each step: several runners may share a program
+        self.bind_summary(self.summarize)  # anew in each step: several runners may share a program
         for module in self.collected:
             assert self.shards is not None, "made as the pipeline was bound"
             module.tensor = self.shards.flat[module.name]
@@ -146,6 +144,11 @@ class RankRunner:
             call.ports = [self.port_tensor(port.role, port.name, loss_gradient) for port in call.phase.ports]
         if self.pending is None:  # else the gradients of the last step are needed until its verdict
             self.bind_gradients()
+
+    def bind_summary(self, run: Callable[..., tuple[Tensor, ...]] | None) -> None:
+        """Let `run` make loss and metrics of the batch, where this rank makes them."""
+        if self.program.chain.after is None and self.program.chain.summary:
+            self.bound("summary").run = run
 
     def bind_gradients(self) -> None:
         partial_sums = self.start_gradients()
@@ -215,8 +218,8 @@ class RankRunner:
         return parameter.grad
 
     def run(self, microbatches: Sequence[ops.Microbatch], step: int) -> Run:
-        """Execute the program; yields while a message has not arrived. Returns the losses, on the rank that has
-        them."""
+        """Execute the program; yields while a message has not arrived. Returns what the program does, by name and
+        microbatch."""
         given = self.given(microbatches)
         environment = dict(given)
         buffers = self.written_early() if self.pending else {}
@@ -247,10 +250,8 @@ class RankRunner:
         yield from self.execute(range(self.program.verdict[1], len(self.nodes)), environment, step)
         yield from self.finish()
         results: tuple[Tensor, ...] = fx.map_arg(self.nodes[-1].args[0], environment.__getitem__)
-        if self.program.chain.after is None:
-            self.bound("loss").run = None  # the program lives longer than what runs it
-        *losses, self.loss = results
-        return tuple(losses)
+        self.bind_summary(None)  # the program lives longer than what runs it
+        return dict(zip(self.program.results, results, strict=True))
 
     def settle(self, step: int, *, warmed_up: bool, received: Collection[str] = ()) -> Generator[Wait, None, bool]:
         """Get the verdict on the pending optimizer step and correct it; whether forwards ran on wrong weights. After

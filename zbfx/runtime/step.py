@@ -6,21 +6,26 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from zbfx import rng
 from zbfx._torch import uncompiled
+from zbfx.arguments import true_or_false
 from zbfx.compiled import Compiled
-from zbfx.errors import NonFiniteStep, PipelineFault, ZbfxError
+from zbfx.errors import NonFiniteStep, PipelineFault, ZbfxError, listed
+from zbfx.graphs import Phase
+from zbfx.program.boxed import Boxed, boxed
 from zbfx.runtime import on_disk, saving
 from zbfx.runtime.captured import Launched
 from zbfx.runtime.clipping import checked_norms, clip
-from zbfx.runtime.engine import Batch, Engine, T
+from zbfx.runtime.delivery import Delivery
+from zbfx.runtime.engine import Batch, BatchResults, Engine, T
 from zbfx.runtime.engines import Engines, Variant
 from zbfx.runtime.optimizer import Optimizer
 from zbfx.runtime.options import StepOptions
@@ -32,6 +37,7 @@ from zbfx.runtime.verdict import settle, snapshot
 from zbfx.runtime.watch import Watch
 from zbfx.trace.guard import Source
 from zbfx.trace.left_behind import LookOut
+from zbfx.trace.wanted import EVALUATION, Selection, Wanted
 
 OFFERED = (
     "clip_grad_norm_",
@@ -40,8 +46,10 @@ OFFERED = (
     "count",
     "evaluate",
     "export",
+    "forward",
     "full_state_dict",
     "load",
+    "metrics",
     "named_buffers",
     "named_parameters",
     "parameters",
@@ -53,6 +61,12 @@ OFFERED = (
 )  # what `dir(step)` shows: what users call and read
 
 
+FORWARD_ARGUMENTS = {  # of forwards, by call, beside those of the model
+    "evaluate": ("outputs", "everywhere", "join"),
+    "forward": ("outputs", "train", "everywhere", "join"),
+}
+
+
 class Step:
     """One training step of a pipeline: forward, backward and gradients of a full batch.
 
@@ -60,25 +74,34 @@ class Step:
     times as long, the same on every rank, and returns the loss of the batch on every rank. Its gradients are in `.grad`
     of `parameters()` by then, added to what was there. The loss is a plain tensor without a graph: `loss.backward()` is
     torch's error that it "does not require grad". `step.evaluate` takes the same and runs the forward alone, in eval
-    mode. Where losses and gradients are checked, `verdict` says why the last step's gradients were dropped; None: they
-    were not.
+    mode; `step.forward` returns outputs of the model. `metrics`, by name and on every rank, are those of the last
+    step or evaluation. Where losses and gradients are checked, `verdict` says why the last step's gradients were
+    dropped; None: they were not.
 
     When a rank of several processes fails, every rank raises `PipelineFault` with that rank's message, and the step
     cannot be used after that."""
 
     def __init__(
-        self, engine: Engine, options: StepOptions, ranks: Ranks, launch: Launched, source: Source, variant: Variant
+        self,
+        engine: Engine,
+        options: StepOptions,
+        ranks: Ranks,
+        launch: Launched,
+        source: Source,
+        variant: Variant,
+        compiler: Callable[[Phase], Boxed] = boxed,
     ) -> None:
         self.options, self.ranks, self.launch, self.modes = options, ranks, launch, source.modes
         trained = {name: p for runner in engine.runners for name, p in runner.parameters.items()}
         self.source = source
         self.watch = Watch(source, engine.pipe.device, trained | engine.parameters, engine.pipe.joint.replaced)
-        self.engines = Engines(engine, options, ranks, launch, variant, self.watch.check_tensors)
+        self.engines = Engines(engine, options, ranks, launch, variant, self.watch.check_tensors, compiler)
         self.look_out = LookOut({name: source.named[name] for name in engine.elsewhere}, self.unsettled)
         if self.look_out.elsewhere or engine.shards is not None:
             self.look_out.watch(source.model, source.loss_fn)
         self.verdict: str | None = None
         self.losses: tuple[Tensor, ...] = ()  # of the last step's microbatches, on the rank that computes them
+        self.metrics: Mapping[str, Tensor] = {}  # of the last step or evaluation, by name, on every rank
         self.count = 0
         self.no_parameter = nn.Parameter(torch.empty(0, device=engine.pipe.device))
         self.optimizer: Optimizer | None = None
@@ -158,19 +181,84 @@ class Step:
             self.begin(self.numbered, batch=True)
             return self.train(*self.admit(partial(self.engines.split_batch, batches)))
 
+    @overload
+    def evaluate(self, *args: Any, outputs: None = None, **kwargs: Any) -> Tensor: ...
+    @overload
+    def evaluate(
+        self, *args: Any, outputs: Any, everywhere: bool = False, join: int | None = 0, **kwargs: Any
+    ) -> tuple[Tensor, Any]: ...
     @uncompiled
-    def evaluate(self, *args: Any, **kwargs: Any) -> Tensor:
+    def evaluate(
+        self, *args: Any, outputs: Any = None, everywhere: bool = False, join: int | None = 0, **kwargs: Any
+    ) -> Tensor | tuple[Tensor, Any]:
         """The loss of a batch in eval mode: no gradients, no activations kept. The batch has any whole number of
         microbatches. Nothing of training moves on: what an evaluation draws at random, it draws for the next step's
-        `count`, again each time."""
+        `count`, again each time. With `outputs`, as in `forward`, it returns (loss, outputs)."""
         with self.alone():
-            self.refuse_ended()
-            if self.optimizer is not None:
-                self.optimizer.settle()
-            self.begin("evaluate", batch=True)
-            engine, rows = self.admit(partial(self.engines.evaluation_batch, args, kwargs), evaluation=True)
-            _, loss = self.run(engine, rows)
-            return loss
+            wanted = EVALUATION if outputs is None else replace(EVALUATION, selection=Selection(outputs))
+            engine, results = self.run_forward("evaluate", args, kwargs, wanted, Delivery(join, everywhere))
+            self.metrics = results.metrics
+            assert results.loss is not None, "evaluations have a loss"
+            if outputs is None:
+                return results.loss
+            return results.loss, self.delivered(engine, results, Delivery(join, everywhere))
+
+    @uncompiled
+    def forward(
+        self,
+        *args: Any,
+        outputs: Any = None,
+        train: bool = False,
+        everywhere: bool = False,
+        join: int | None = 0,
+        **kwargs: Any,
+    ) -> Any:
+        """The model's outputs of a batch of any whole number of microbatches: no loss, no gradients. It takes the
+        model's arguments, as the example has them or as the model's own forward takes others.
+
+        outputs     what is returned: a path of attributes, keys and indices into what the model returns ("logits",
+                    "hidden_states.-1"); a function `(outputs, *targets) -> tensors`, which runs in the stage that has
+                    its arguments, on a microbatch, with the positional arguments after those of the model as
+                    `targets`; a list, tuple or dict of these; None: all that the model returns. Nothing else is held
+        train       run the modules in the modes that they were compiled in: dropout draws, batch norm updates its
+                    buffers, as in a plain forward. False: in eval mode
+        everywhere  each rank of the pipeline gets all outputs. False: those that it computes, None for others
+        join        the dimension along which outputs of microbatches are joined; scalars make a row. None: a list of
+                    what each microbatch returns
+
+        Each new `outputs`, mode and shape is traced and planned once, at its first call. All ranks call it alike.
+        Raises `InputError` for what the model does not return, `ZbfxError` for arguments that do not fit."""
+        with self.alone():
+            wanted = Wanted(
+                trains=False,
+                in_eval=not true_or_false("train", train),
+                has_loss=False,
+                selection=Selection(outputs),
+            )
+            engine, results = self.run_forward("forward", args, kwargs, wanted, Delivery(join, everywhere))
+            return self.delivered(engine, results, Delivery(join, everywhere))
+
+    def run_forward(
+        self, call: str, args: Sequence[Any], kwargs: Mapping[str, Any], wanted: Wanted, delivery: Delivery
+    ) -> tuple[Engine, BatchResults]:
+        self.refuse_ended()
+        taken = [name for name in FORWARD_ARGUMENTS[call] if name in self.engine.pipe.signature.keywords]
+        if taken:
+            raise ZbfxError(
+                f"{listed(taken)} is an argument of step.{call}, and a keyword argument of the model in the example: "
+                f"which one is meant cannot be told. Pass the model's by position, in example_inputs and here"
+            )
+        if self.optimizer is not None:
+            self.optimizer.settle()
+        asked = "" if wanted.selection is None else f" of {wanted.selection.told}"
+        mode = "" if wanted.in_eval else " in train mode"
+        self.begin(f"{call}{asked}{mode}{' everywhere' if delivery.everywhere else ''}", batch=True)
+        take = partial(self.engines.forward_batch, args, kwargs, wanted, delivery)
+        engine, rows = self.admit(take, evaluation=wanted.in_eval)
+        return engine, self.run(engine, rows)
+
+    def delivered(self, engine: Engine, results: BatchResults, delivery: Delivery) -> Any:
+        return self.guarded(lambda: delivery.of(engine, results))
 
     @uncompiled
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
@@ -389,7 +477,9 @@ class Step:
         before = snapshot(engine.parameters) if self.options.checks else {}
         self.look_out.trains()
         self.guarded(partial(self.ranks.check_batch, self.count + 1, (engine, rows)))
-        self.losses, loss = self.run(engine, rows)
+        results = self.run(engine, rows)
+        self.losses, self.metrics, loss = results.losses, results.metrics, results.loss
+        assert loss is not None, "steps have a loss"
         self.count += 1
         if self.optimizer is not None:
             self.optimizer.explain()
@@ -401,10 +491,10 @@ class Step:
             raise NonFiniteStep(self.verdict)
         return loss
 
-    def run(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Run the engine's programs: the losses of the microbatches, on the rank that has them, and the batch's."""
+    def run(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> BatchResults:
+        """Run the engine's programs."""
 
-        def work() -> tuple[tuple[Tensor, ...], Tensor]:
+        def work() -> BatchResults:
             engine.weigh(rows)
             settle = partial(self.settle_first, engine)
             results = self.launch.run(engine, rows, self.seed_of_step(), self.count, settle)
@@ -412,11 +502,11 @@ class Step:
                 runner.finish_gradients()
             return results
 
-        losses, loss = self.guarded(work)
+        results = self.guarded(work)
         if engine.shards is not None:
             engine.shards.collected()
         engine.runs += 1
-        return losses, loss
+        return results
 
     def unsettled(self) -> str | None:
         """What keeps this rank's own tensors from being final; None: they are."""

@@ -30,7 +30,11 @@ def problems(rank: str, losses: Sequence[Tensor], parameters: Mapping[str, nn.Pa
     """Those of this rank: losses by microbatch, gradients by parameter."""
     wrong = {name: p.grad for name, p in parameters.items() if p.grad is not None and not torch.isfinite(p.grad).all()}
     return NonFinite(
-        [f"the loss of microbatch {k} is {float(loss)}" for k, loss in enumerate(losses) if not torch.isfinite(loss)],
+        [
+            f"the loss of microbatch {k} is {loss.tolist()}"
+            for k, loss in enumerate(losses)
+            if not torch.isfinite(loss).all()
+        ],
         [f"the gradient of {name} is not finite on {rank}" for name in wrong],
     )
 

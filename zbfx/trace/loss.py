@@ -5,6 +5,9 @@ sum     the loss is their sum: every backward starts from 1
 tokens  a loss function may return (sum, count). The loss is the sum of all sums over the sum of all counts, so that
         ignored tokens, and microbatches with unequal counts, weigh right. The count depends on the batch alone and is
         known before the first forward, so that gradients are divided once, where they begin.
+
+A loss function may return several (sum, count), each divided by a count of its own: the loss is the sum of the
+quotients. Then the loss of a microbatch is a row of sums, and so is what its backward starts from.
 """
 
 from __future__ import annotations
@@ -37,17 +40,24 @@ class Reduction:
     microbatches: int
     dtype: torch.dtype  # of a microbatch's loss
     count: TokenCount | None
+    shape: tuple[int, ...] = ()  # of a microbatch's loss: (k,) where it is the sum of k losses, each with a count
 
     @classmethod
     def of(cls, joint: Joint, name: str, microbatches: int) -> Reduction:
         if name not in tuple(LossReduction):
             raise ZbfxError(f"loss_reduction is one of {tuple(map(str, LossReduction))}; found {name!r}")
-        (loss,) = joint.outputs_of(Role.LOSS)
-        return cls(LossReduction(name), microbatches, loss.meta["val"].dtype, joint.count)
+        losses = [node.meta["val"] for node in joint.outputs_of(Role.LOSS)] or [torch.empty(())]  # or none is asked for
+        (loss,) = losses
+        return cls(LossReduction(name), microbatches, loss.dtype, joint.count, tuple(loss.shape))
+
+    def zeros(self, device: torch.device) -> Tensor:
+        """Memory for the gradient of the batch's loss by the loss of a microbatch."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
 
     def tokens(self, rows: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
-        """The count of a batch as a float64 scalar, from the tensors of its microbatches. None if losses have none."""
-        return None if self.count is None else torch.stack([self.count(row).double() for row in rows]).sum()
+        """The count of a batch in float64, for each of its losses, from the tensors of its microbatches. None if losses
+        have none."""
+        return None if self.count is None else torch.stack([self.count(row).double() for row in rows]).sum(0)
 
     def weigh(self, weight: Tensor, tokens: Tensor | None, replicas: int = 1) -> None:
         """Fill `weight` with the gradient of the batch's loss by the loss of each microbatch. `tokens` is the count of
@@ -63,7 +73,7 @@ class Reduction:
         """The batch's loss, a scalar, from those of the microbatches of all replicas."""
         if self.name is LossReduction.MEAN and self.count is None:
             return torch.stack(list(losses)).mean()
-        return torch.stack(list(losses)).sum() * gradient
+        return (torch.stack(list(losses)).sum(0) * gradient).sum()
 
 
 def separate_count(joint: Joint) -> Joint:

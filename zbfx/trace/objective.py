@@ -1,11 +1,14 @@
-"""What is traced: the model and its loss as one module, which returns the loss of a microbatch."""
+"""What is traced: the model and its loss as one module, which returns the loss of a microbatch, and what else is
+wanted."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -16,25 +19,64 @@ from torch.overrides import TorchFunctionMode
 from zbfx import _torch
 from zbfx._transformers import masks_as_in_eager
 from zbfx.errors import TraceError
+from zbfx.graphs import LOSS, Port, Returned, Role
+from zbfx.metrics import Metric, MetricKind, MetricReduction, metrics_of
 from zbfx.trace.backward_code import BackwardCode, Hook
 from zbfx.trace.first_forward import FirstForward
 from zbfx.trace.known_values import KnownValues
 from zbfx.trace.refusals import LIBRARY_FOLDERS, refuse_subclass
 from zbfx.trace.signature import Signature
 from zbfx.trace.tensor_parallel import place_gradients
+from zbfx.trace.wanted import TRAINING, Wanted, returned_of
 
 MODEL_PREFIX, LOSS_PREFIX = "model.", "loss_fn."
 Named = Mapping[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Computed:
+    """What model and loss make of a microbatch: the loss and its count, or rows of several; the metrics; and what is
+    asked for of the model's output."""
+
+    loss: Tensor | None = None
+    count: Tensor | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    returned: Returned | None = None
+    outputs: Sequence[Tensor] = ()
+
+    @property
+    def kinds(self) -> tuple[MetricKind, ...]:
+        found = self.metrics.items()
+        return tuple(MetricKind(name, MetricReduction(m.reduction), m.count is not None) for name, m in found)
+
+    def results(self) -> Iterator[tuple[Port, Tensor]]:
+        """What a graph returns, in its order. No gradient flows from other results than the loss."""
+        if self.loss is not None:
+            yield Port(Role.LOSS, LOSS), self.loss
+        if self.count is not None:
+            yield Port(Role.COUNT, "count"), self.count
+        for kind, metric in zip(self.kinds, self.metrics.values(), strict=True):
+            for name, value in zip(kind.parts, (metric.value, metric.count), strict=False):
+                yield Port(Role.METRIC, name), detached(value)
+        for index, value in enumerate(self.outputs):
+            yield Port(Role.OUTPUT, str(index)), detached(value)
+
+
 class Objective(nn.Module):
-    """Model and loss as one module over the flat tensors of a microbatch; returns the scalar loss."""
+    """Model and loss as one module over the flat tensors of a microbatch; returns the scalar loss, and what else is
+    wanted."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Any] | None, signature: Signature, *, traced: bool = True
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        signature: Signature,
+        wanted: Wanted = TRAINING,
+        *,
+        traced: bool = True,
     ) -> None:
         super().__init__()
-        self.model, self.loss_fn, self.signature = model, loss_fn, signature
+        self.model, self.loss_fn, self.signature, self.wanted = model, loss_fn, signature, wanted
         self.hooks = BackwardCode(self.tensors)
         self.lines = UserLines(model, self.hooks.watched) if traced else contextlib.nullcontext()
         if traced:
@@ -43,8 +85,10 @@ class Objective(nn.Module):
         self.replaced: set[str] = set()  # the names of buffers that the forward replaces by new tensors
         self.first = FirstForward(("", model), (LOSS_PREFIX.removesuffix("."), loss_fn))
         self.starts_afresh = False  # whether every pass is a first forward
-        self.made: list[str] = []  # the names of the tensors that such a pass made: each is a further output
-        self.results = 1  # the number of outputs before these
+        self.made_first: list[str] = []  # the names of the tensors that such a pass made: each is a further output
+        self.ports: list[Port] = []  # of the outputs before these
+        self.kinds: tuple[MetricKind, ...] = ()
+        self.returned: Returned | None = None
         self.leaves: list[Tensor] = []  # the tensors to which the gradient of the loss flows
         self.held: Named = {}  # parameters and buffers, as the forward and then the backward write them
         self.stand_ins: Named = {}  # buffers as the forward found them, for code that recomputes
@@ -56,30 +100,40 @@ class Objective(nn.Module):
             self.first.restore()
         self.held = self.tensors()
         place_gradients(self.model)
-        loss, *count = self.losses(tensors)
+        found = self.made(tensors)
         self.keep_replaced()
-        nodes = nodes_of_backward(loss)
-        self.leaves = [node.variable for node in nodes if hasattr(node, "variable")]
-        self.hooks.are_there |= any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes)
-        loss.register_hook(self.begin_backward)
+        if found.loss is not None:
+            nodes = nodes_of_backward(found.loss)
+            self.leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+            self.hooks.are_there |= any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes)
+            found.loss.register_hook(self.begin_backward)
+        self.kinds, self.returned = found.kinds, found.returned
+        self.ports = [port for port, _ in found.results()]
+        results = [value for _, value in found.results()]
         made = self.first.made() if self.starts_afresh else {}
-        self.made = [name for name, (found, _) in made.items() for _ in found]
-        copies = [tensor.detach().clone() for found, _ in made.values() for tensor in found]
-        self.results = 1 + len(count)
-        return (loss, *count, *copies) if count or copies else loss
+        self.made_first = [name for name, (tensors_made, _) in made.items() for _ in tensors_made]
+        copies = [tensor.detach().clone() for tensors_made, _ in made.values() for tensor in tensors_made]
+        return (*results, *copies) if len(results) + len(copies) > 1 else results[0]
 
-    def losses(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The loss of a microbatch, and its count if the loss function returns one."""
+    def made(self, tensors: tuple[Tensor, ...]) -> Computed:
+        """What model and loss make of a microbatch, as far as it is wanted."""
         args, kwargs = self.signature.unflatten(tensors)
+        inputs, targets = args[: self.signature.input_count], args[self.signature.input_count :]
+        wanted, found = self.wanted, Computed()
         with self.lines, KnownValues() as known, masks_as_in_eager(known.knows):
-            output = self.model(*args[: self.signature.input_count], **kwargs)
+            output = self.model(*inputs, **kwargs)
+            if wanted.selection is not None:
+                self.part = "outputs"
+                returned, outputs = returned_of(wanted.selection.of(output, targets))
+                found = replace(found, returned=returned, outputs=outputs)
+            if not wanted.has_loss:
+                return found
             if self.loss_fn is None:
-                return (checked_loss(model_loss(output), "the model"),)
+                return replace(found, loss=checked_loss(model_loss(output), "the model"))
             self.part = "loss_fn"
-            loss = self.loss_fn(output, *args[self.signature.input_count :])
-            if not isinstance(loss, tuple | list):
-                return (checked_loss(loss, "loss_fn"),)
-            return checked_loss(loss[0] if loss else loss, "loss_fn"), checked_count(loss)
+            loss, metrics = with_metrics(self.loss_fn(output, *targets))
+            loss, count = checked_losses(loss)
+            return replace(found, loss=loss, count=count, metrics=metrics_of(metrics))
 
     def keep_replaced(self) -> None:
         """Write the new tensors of buffers that the model has replaced into the old ones."""
@@ -198,6 +252,30 @@ def model_loss(output: Any) -> Any:
     return getattr(output, "loss", output)
 
 
+def detached(value: Tensor | None) -> Tensor:
+    assert value is not None, "a count, where a metric has one"
+    return value.detach()
+
+
+def with_metrics(returned: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The loss and the metrics of what a loss function returns: a loss, or (loss, metrics)."""
+    if isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[1], Mapping):
+        return returned[0], returned[1]
+    return returned, {}
+
+
+def checked_losses(loss: Any) -> tuple[Tensor, Tensor | None]:
+    """The loss, and its count if there is one; rows of both for several (sum, count)."""
+    if not isinstance(loss, tuple | list):
+        return checked_loss(loss, "loss_fn"), None
+    if loss and all(isinstance(entry, tuple | list) for entry in loss):
+        sums = [checked_loss(entry[0] if entry else entry, "loss_fn") for entry in loss]
+        dtype = functools.reduce(torch.promote_types, (entry.dtype for entry in sums))
+        counts = [checked_count(entry).double() for entry in loss]
+        return torch.stack([entry.to(dtype) for entry in sums]), torch.stack(counts)
+    return checked_loss(loss[0] if loss else loss, "loss_fn"), checked_count(loss)
+
+
 def checked_loss(loss: Any, source: str) -> Tensor:
     """The loss as a scalar. Raises `TraceError` if `source` returned anything that cannot be differentiated."""
     refuse_subclass(f"the loss that {source} returns", loss)
@@ -238,7 +316,7 @@ def checked_count(loss: Sequence[Any]) -> Tensor:
         raise TraceError(
             f"loss_fn returns a scalar, or (sum, count) of two scalar tensors; found {len(loss)} entries, "
             f"the second {type(loss[1]).__name__ if len(loss) > 1 else 'missing'}. "
-            f"Count on tensors: (targets != -100).sum()"
+            f"Count on tensors: (targets != -100).sum(). Metrics come beside the loss, as in (loss, {{'name': value}})"
         )
     if loss[1].is_complex():
         raise TraceError(f"loss_fn returns (sum, count) of two real scalar tensors; found a count of {loss[1].dtype}")

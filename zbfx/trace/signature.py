@@ -78,6 +78,37 @@ class Signature:
         )
         return cls(structure, specs, len(inputs), batch_dims is None)
 
+    def of_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int) -> Signature:
+        """The signature of calls that may leave arguments out, or bring others. Tensors that the example has keep their
+        sizes in it; others, of a batch of so many microbatches if sizes do not say how many, are cut along dimension 0
+        where they are as long as the batch."""
+        named, structure = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
+        known = {spec.name: spec for spec in self.tensors}
+        leaves = [(path_name(path, self.input_count), leaf) for path, leaf in named]
+        given = [(known[name], leaf) for name, leaf in leaves if name in known and isinstance(leaf, Tensor)]
+        whole = [(leaf.shape[s.batch_dim], s.shape[s.batch_dim]) for s, leaf in given if s.batch_dim is not None]
+        length, part = whole[0] if whole else (None, 1)
+        count = length // part if length and part and not length % part else microbatches
+
+        def spec(name: str, leaf: Any) -> TensorSpec | Constant:
+            if not isinstance(leaf, Tensor):
+                return Constant(name, independent_copy(leaf))
+            if name in known:
+                return known[name]
+            refuse_sparse(name, leaf)
+            is_cut = leaf.ndim > 0 and leaf.shape[0] == length and not leaf.shape[0] % count
+            first = leaf.detach()[: leaf.shape[0] // count] if is_cut else leaf
+            return TensorSpec(name, tuple(first.shape), dense_stride(first), leaf.dtype, 0 if is_cut else None)
+
+        specs = tuple(spec(name, leaf) for name, leaf in leaves)
+        return Signature(structure, specs, self.input_count, self.is_guess)
+
+    @property
+    def keywords(self) -> tuple[str, ...]:
+        """The names of the keyword arguments."""
+        _, kwargs = pytree.tree_unflatten([None] * len(self.leaves), self.structure)
+        return tuple(kwargs)
+
     @property
     def batch_dims(self) -> Any:
         """As `of` takes them, for calls whose tensors have other shapes."""

@@ -34,6 +34,7 @@ from zbfx.trace.refusals import UNKNOWN_LINE, refuse, refuse_flex_attention, ref
 from zbfx.trace.signature import Signature
 from zbfx.trace.symbols import Sizes
 from zbfx.trace.tensor_parallel import fake_sharded, is_sharded, localize
+from zbfx.trace.wanted import TRAINING, Wanted
 
 fx.has_side_effect(_torch.ASSERT)  # else fx takes it for dead code, as it does not the one with a message
 
@@ -68,16 +69,17 @@ def trace(
     device: torch.device,
     batch_dims: Any = None,
     grad_dtype: torch.dtype | None = None,
-    evaluation: bool = False,
+    wanted: Wanted = TRAINING,
     sizes: Sizes | None = None,
     undo: Callable[[nn.Module, Any], None] = lambda *_: None,
 ) -> tuple[Joint, Signature]:
-    """The joint graph of one microbatch on `device`, and the structure of the call. Parameters and inputs may live on
-    the meta device. `batch_dims` are those of `Signature.of`, `grad_dtype` that of `sum_dtypes`. `sizes` says which
-    sizes of the microbatch are symbols. Sizes that the model computes from them are arguments of the graph's nodes.
-    `undo` takes out of a copy of model and loss what forwards outside of steps have made since an earlier trace. Raises
-    `TraceError`, with the user's line,
-    where the model needs values of tensors to decide what to run, or has no loss to differentiate."""
+    """The joint graph of one microbatch on `device`, as far as it is `wanted`, and the structure of the call.
+
+    Parameters and inputs may live on the meta device. `batch_dims` are those of `Signature.of`, `grad_dtype` that of
+    `sum_dtypes`. `sizes` says which sizes of the microbatch are symbols. Sizes that the model computes from them are
+    arguments of the graph's nodes. `undo` takes out of a copy of model and loss what forwards outside of steps have
+    made since an earlier trace. Raises `TraceError`, with the user's line, where the model needs values of tensors to
+    decide what to run, or has no loss to differentiate."""
     signature = Signature.of(example_inputs, example_kwargs, example_targets, batch_dims)
     for spec, example in zip(
         signature.tensors, signature.flatten((*example_inputs, *example_targets), example_kwargs), strict=True
@@ -95,14 +97,14 @@ def trace(
     def objective_of(*, traced: bool = True) -> Objective:
         copies = fake_copies(model, loss_fn, fake_mode, device)
         undo(*copies)
-        objective = Objective(*copies, signature, traced=traced)
-        return objective.eval() if evaluation else objective
+        objective = Objective(*copies, signature, wanted, traced=traced)
+        return objective.eval() if wanted.in_eval else objective
 
     def fails_alone() -> bool:
         """Whether plain PyTorch fails on fake tensors like these arguments too."""
         try:
             with fake_mode, torch.enable_grad():
-                objective_of(traced=False).losses(tuple(inputs))
+                objective_of(traced=False).made(tuple(inputs))
         except Exception:
             return True
         return False
@@ -131,15 +133,25 @@ def trace(
         refuse_counters(before, numbers_of(objective), module, objective_of, captured)
     except KeptTensors:
         objective, module = afresh(objective_of, captured)
+    if not wanted.has_loss:
+        for node in module.graph.nodes:
+            node.meta["is_backward"] = False
     refuse_mixed_dtypes(module.graph)
     if any(map(is_sharded, model.parameters())):
         module = localize(module)
     canonical = canonical_names(model, loss_fn)
-    joint = as_joint(module, signature, canonical, objective.leaves)
+    joint = as_joint(module, signature, canonical, objective)
     replaced = frozenset(canonical[name] for name in objective.replaced)
     named = named_tensors(model, loss_fn)
     summed = sum_dtypes(named, joint, grad_dtype)
-    joint = replace(joint, replaced=replaced, grad_dtypes=summed, notes=note_of_compiled(model, loss_fn))
+    joint = replace(
+        joint,
+        replaced=replaced,
+        grad_dtypes=summed,
+        notes=note_of_compiled(model, loss_fn),
+        metrics=objective.kinds,
+        returned=objective.returned,
+    )
     claim_reads(joint)
     refuse_written(named, joint)
     return (inline_sizes(joint) if sizes else joint), signature
@@ -183,7 +195,7 @@ def afresh(
     objective = objective_of()
     objective.starts_afresh = True
     module = captured(objective)
-    changing = take_made(module, objective.results, objective.made)
+    changing = take_made(module, len(objective.ports), objective.made_first)
     if not changing:
         return objective, module
     places = {name: line for name, (_, line) in objective.first.made().items()}
@@ -199,7 +211,7 @@ def afresh(
             f"__init__ (register_buffer), or run the model once before compile: a tensor that it has then is one of "
             f"the pipeline's buffers"
         ) from error
-    take_made(module, objective.results, objective.made)
+    take_made(module, len(objective.ports), objective.made_first)
     return objective, module
 
 
@@ -278,11 +290,9 @@ def attributes_without_copy(model: nn.Module, memo: Mapping[int, Any]) -> list[s
     return found
 
 
-def as_joint(
-    module: fx.GraphModule, signature: Signature, canonical: Mapping[str, str], leaves: Sequence[Tensor]
-) -> Joint:
+def as_joint(module: fx.GraphModule, signature: Signature, canonical: Mapping[str, str], objective: Objective) -> Joint:
     """A traced graph as a joint graph, with roles from the tracer's descriptors and one name for tied tensors. Constant
-    tensors become inputs. None of them may be one of the `leaves`, to which gradients flow."""
+    tensors become inputs. None of them may be a leaf of the objective, to which gradients flow."""
     graph = copy_graph(module.graph)
     inputs = [input_port(node.meta["desc"], signature, canonical) for node in graph.find_nodes(op="placeholder")]
     constants: dict[str, Tensor] = {}
@@ -298,14 +308,16 @@ def as_joint(
             inputs.append(Port(Role.CONSTANT, name))
         node.replace_all_uses_with(placeholders[name])
         graph.erase_node(node)
-    refuse_learning({name: t for name, t in constants.items() if any(t is leaf for leaf in leaves)}, placeholders)
+    refuse_learning(
+        {name: t for name, t in constants.items() if any(t is leaf for leaf in objective.leaves)}, placeholders
+    )
     output = graph.output_node()
     kept = [
-        (value, output_port(value, description, signature, canonical))
+        (value, output_port(value, description, signature, canonical, objective.ports))
         for value, description in zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
         if value is not None
     ]
-    if not any(port.role is Role.GRADIENT for _, port in kept):
+    if objective.wanted.has_loss and not any(port.role is Role.GRADIENT for _, port in kept):
         raise TraceError(
             "the loss is a parameter itself, or a view of one, which the tracer takes for no result: "
             "found no gradient of any parameter. Return a copy (`loss.clone()`)"
@@ -359,10 +371,13 @@ def input_port(description: Any, signature: Signature, canonical: Mapping[str, s
     raise TraceError(f"the model has an input that zbfx does not know: {description}")
 
 
-def output_port(value: fx.Node, description: Any, signature: Signature, canonical: Mapping[str, str]) -> Port:
+def output_port(
+    value: fx.Node, description: Any, signature: Signature, canonical: Mapping[str, str], plain: Sequence[Port]
+) -> Port:
+    """The role and name of an output, from the tracer's description of it; `plain`: of what the forward returns."""
     match description:
         case descriptors.PlainAOTOutput(idx=index):
-            return Port(Role.LOSS, "loss") if index == 0 else Port(Role.COUNT, "count")
+            return plain[index]
         case descriptors.GradAOTOutput(grad_of=descriptors.ParamAOTInput(target=target)):
             return Port(Role.GRADIENT, canonical[target.removeprefix(MODEL_PREFIX)])
         case descriptors.InputMutationAOTOutput(mutated_input=descriptors.BufferAOTInput(target=target)):

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from zbfx._torch import schema_of
 from zbfx.errors import listed
-from zbfx.graphs import Joint, Phase, Placed, Port, Role, Split, Stage
+from zbfx.graphs import LAST, Joint, Phase, Placed, Port, Role, Split, Stage
 from zbfx.passes.extract import identifier
 from zbfx.passes.nodes import expression, is_random, storage_owner, tensors
 from zbfx.plan import Kind
@@ -20,7 +20,7 @@ from zbfx.verify.problems import Problem, Problems, RuleTable, alike, distinct, 
 
 PHASES = (Kind.F, Kind.B, Kind.W)
 INPUTS = (Role.PARAMETER, Role.BUFFER, Role.CONSTANT, Role.INPUT, Role.LOSS_GRADIENT)
-OUTPUTS = (Role.LOSS, Role.COUNT, Role.GRADIENT, Role.BUFFER_UPDATE)
+OUTPUTS = (Role.LOSS, Role.COUNT, Role.METRIC, Role.OUTPUT, Role.GRADIENT, Role.BUFFER_UPDATE)
 SOURCES = {Role.GRADIENT: Role.PARAMETER, Role.BUFFER_UPDATE: Role.BUFFER}
 
 
@@ -59,11 +59,14 @@ def ports_are_complete(joint: Joint) -> Problems:
 
 
 def ports_have_their_roles(joint: Joint) -> Problems:
-    """Inputs and outputs have roles of theirs; there is one loss, and one update of a buffer."""
+    """Inputs and outputs have roles of theirs. There is one loss, but in a graph that only makes outputs, one gradient
+    that a backward begins with, and one update of a buffer."""
     for ports, roles in ((joint.inputs, INPUTS), (joint.outputs, OUTPUTS)):
         yield from (Problem(port, f"a {listed(roles)}", port.role) for port in ports if port.role not in roles)
-    yield from equal("loss gradients", 1, sum(port.role is Role.LOSS_GRADIENT for port in joint.inputs))
-    yield from equal("losses", 1, sum(port.role is Role.LOSS for port in joint.outputs))
+    forward_only = joint.returned is not None and not any(port.role is Role.LOSS for port in joint.outputs)
+    if not forward_only:
+        yield from equal("loss gradients", 1, sum(port.role is Role.LOSS_GRADIENT for port in joint.inputs))
+        yield from equal("losses", 1, sum(port.role is Role.LOSS for port in joint.outputs))
     yield from distinct("the outputs", (port for port in joint.outputs if port.role is Role.BUFFER_UPDATE))
 
 
@@ -93,12 +96,14 @@ def nothing_is_written(joint: Joint) -> Problems:
 
 
 def outputs_fit(joint: Joint) -> Problems:
-    """The loss is a scalar, a gradient has its parameter's shape and dtype, and an update has its buffer's dtype."""
+    """The loss has the shape of what its backward begins with, a gradient has its parameter's shape, and an update has
+    its buffer's dtype."""
     inputs = {port: node.meta["val"] for node, port in joint.input_ports().items()}
     for value, port in zip(joint.output_values, joint.outputs, strict=True):
         found = value.meta["val"]
         if port.role is Role.LOSS:
-            yield from equal(port, (), shape(found))
+            first = next(value for port, value in inputs.items() if port.role is Role.LOSS_GRADIENT)
+            yield from equal(port, shape(first), shape(found))
         elif port.role is Role.GRADIENT:
             yield from equal(port, shape(inputs[Port(Role.PARAMETER, port.name)]), shape(found))
         if port.role in SOURCES:
@@ -251,12 +256,15 @@ def arguments_are_named(phase: Phase) -> Problems:
 
 
 def results_are_returned(phase: Phase) -> Problems:
-    """It returns its results, each once, and then, if it is the F that has it, the loss, a scalar."""
+    """It returns its results, each once, and then, if it is an F, what is for the user; the loss is a scalar, or a row
+    of several."""
     returned = outputs_of(phase.module.graph)
-    yield from equal(f"how many values {phase.name} returns", len(phase.results) + phase.has_loss, len(returned))
-    yield from distinct(f"the results of {phase.name}", phase.results)
-    if phase.has_loss:
-        yield from equal(f"the loss of {phase.name}", (Kind.F, ()), (phase.kind, shape(returned[-1].meta["val"])))
+    yield from equal(f"how many values {phase.name} returns", len(phase.returned), len(returned))
+    yield from distinct(f"the results of {phase.name}", phase.returned)
+    for port, node in zip(phase.last, returned[len(phase.results) :], strict=False):
+        is_loss = port.role is Role.LOSS
+        yield from equal(f"the phase that returns the {port}", Kind.F, phase.kind)
+        yield from equal(f"the {port} of {phase.name}", True, not is_loss or node.meta["val"].ndim < 2)
 
 
 def gradients_and_updates_are_written(phase: Phase) -> Problems:
@@ -344,8 +352,12 @@ def makers_and_readers_agree(stages: Stages) -> Problems:
 
 
 def loss_and_updates_come_once(stages: Stages) -> Problems:
-    """One phase has the loss, and one at most writes a buffer."""
-    yield from equal("phases with the loss", 1, sum(phase.has_loss for phase in phases_of(stages)))
+    """One phase has the loss, unless outputs alone are wanted; one at most returns a metric or an output, and one at
+    most writes a buffer."""
+    losses = sum(phase.has_loss for phase in phases_of(stages))
+    if losses or not any(port.role is Role.OUTPUT for phase in phases_of(stages) for port in phase.last):
+        yield from equal("phases with the loss", 1, losses)
+    yield from distinct("what is for the user", (port for phase in phases_of(stages) for port in phase.last))
     yield from distinct("the updates", (name for phase in phases_of(stages) for name in phase.updates))
 
 
@@ -354,6 +366,8 @@ def gradients_and_updates_are_all_made(given: Split, stages: Stages) -> Problems
     due = defaultdict[Role, set[tuple[int, Kind, str]]](set)
     for value, port in zip(given.placed.joint.output_values, given.placed.joint.outputs, strict=True):
         due[port.role].add((given.placed.stage_of.get(value, 0), given.phase_of.get(value, Kind.F), port.name))
+    wanted = [port for port in given.placed.joint.outputs if port.role in LAST]
+    yield from alike("what is for the user", wanted, (port for phase in phases_of(stages) for port in phase.last))
     gradients = [(phase.stage, phase.kind, name) for phase in phases_of(stages) for name in phase.gradients]
     updates = [(phase.stage, phase.kind, name) for phase in phases_of(stages) for name in phase.updates]
     yield from alike("the gradients", due[Role.GRADIENT], gradients)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from zbfx.graphs import Phase
+from zbfx.graphs import Phase, Role
 from zbfx.plan import Action, Kind, parts
 from zbfx.program import ops
 from zbfx.program.calls import AddToGradient, GradientBucket, Item, PhaseCall
@@ -151,7 +151,7 @@ def unpacked(items: Iterable[Item]) -> Iterable[str]:
 
 
 def results(phase: Phase) -> tuple[str, ...]:
-    return (*phase.results, *(["loss"] if phase.has_loss else []))
+    return phase.returned
 
 
 def calls_get_their_arguments(flow: Flow) -> Problems:
@@ -253,11 +253,18 @@ def verdict_ends_the_prefix(flow: Flow) -> Problems:
     yield from equal("the prefix", min(len(early), flow.program.chain.prefix), len(early))
 
 
-def losses_are_returned(flow: Flow) -> Problems:
-    """The rank that has the losses returns them in the order of microbatches, and each rank the loss of the batch."""
-    losses = [("loss", call.action.microbatch) for call in flow.calls if call.phase.has_loss]
-    found = [flow.holds.get(node, "loss") for node in outputs_of(flow.program.module.graph)]
-    return equal("what is returned", [*sorted(losses), *["loss"] * bool(flow.microbatches)], found)
+def program_returns_its_results(flow: Flow) -> Problems:
+    """A rank returns the losses and outputs that it computes, in the order of microbatches, and each rank the loss of
+    the batch and its metrics."""
+    made = [(p, call.action.microbatch) for call in flow.calls for p in call.phase.last if p.role is not Role.METRIC]
+    summary = [(name, None) for name, _ in flow.program.chain.summary if flow.microbatches]
+    found = [flow.holds.get(node) for node in outputs_of(flow.program.module.graph)]
+    yield from alike("the results", [*((str(port), k) for port, k in made), *summary], flow.program.results)
+    yield from equal("what is returned", [r if r.microbatch is not None else None for r in flow.program.results], found)
+    for name in dict.fromkeys(str(port) for port, _ in made):
+        order = [result.microbatch for result in flow.program.results if result.name == name]
+        of_each = [k for k in order if k is not None]
+        yield from equal(f"the order of {name}", sorted(of_each), of_each)
 
 
 # Beside the schedule.
@@ -309,6 +316,6 @@ FLOW: RuleTable = (
     buckets_are_awaited,
     buckets_are_whole,
     verdict_ends_the_prefix,
-    losses_are_returned,
+    program_returns_its_results,
 )
 ORDERED: RuleTable = (actions_are_the_schedules, messages_are_released_as_planned)
