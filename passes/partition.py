@@ -104,6 +104,7 @@ def place_like(
     line = line_up(joint)
     ports = joint.input_ports()
     losses = joint.outputs_of(Role.LOSS)
+    losses += [loss.all_input_nodes[0] for loss in losses if loss.target is operator.getitem]  # not to part a tuple
     stage, stages = 0, list[int]()
     for node in line.forward:
         if node in losses and loss_stage is not None:

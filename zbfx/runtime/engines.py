@@ -82,6 +82,11 @@ class Engines:
         """The engine and the microbatches of a forward: the example's arguments, and for one that is asked for outputs
         alone, others too. Their number is what the batch has."""
         example, count = self.first.pipe.signature, self.first.pipe.reduction.microbatches
+        if not wanted.has_loss and len(args) > example.input_count and not wanted.takes_targets:
+            raise InputError(
+                f"the example has {example.input_count} positional arguments of the model, and what follows them is "
+                f"given to functions in outputs=; found {len(args)}, and no function. Pass others of the model by name"
+            )
         request = Request(wanted, example if wanted.has_loss else example.of_call(args, kwargs, count))
         request = next((known for known in self.requests if known.is_like(request)), request)
         if request not in self.requests:

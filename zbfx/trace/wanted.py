@@ -78,6 +78,11 @@ class Wanted:
     has_loss: bool = True
     selection: Selection | None = None
 
+    @property
+    def takes_targets(self) -> bool:
+        """Whether a function is given what follows the model's arguments."""
+        return self.has_loss or (self.selection is not None and any(map(callable, self.selection.leaves)))
+
     def is_like(self, other: Wanted) -> bool:
         flags = (self.trains, self.in_eval, self.has_loss) == (other.trains, other.in_eval, other.has_loss)
         if not flags or self.selection is None or other.selection is None:

@@ -1,0 +1,206 @@
+"""What forwards return: outputs by path, by function and by pytree, in both modes, equal to the model's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zbfx
+from tests.support.reference import default_dtype
+from zbfx.plan import Kind
+
+M, ROWS, WIDTH, CLASSES = 3, 2, 6, 5
+
+
+class Returning(nn.Module):
+    """A model with hidden states, a number and None in its output, which can leave parts of it out."""
+
+    def __init__(self, drop: float = 0.5) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(drop)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, *, hidden: bool = True) -> dict[str, Any]:
+        one = self.norm(self.first(x)).tanh()
+        two = self.second(one).tanh()
+        logits = self.head(self.dropout(two))
+        logits = logits if scale is None else logits * scale[:, None]
+        return {"logits": logits, "states": (one, two) if hidden else None, "size": logits[:, :1], "count": 7}
+
+
+def loss_fn(output: dict[str, Any], labels: Tensor) -> Tensor:
+    return F.cross_entropy(output["logits"], labels)
+
+
+def chosen(output: dict[str, Any], labels: Tensor) -> Tensor:
+    return output["logits"].log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+
+
+class Case:
+    """One compiled pipeline for all tests of this file; `model` is a copy that plain PyTorch runs."""
+
+    def __init__(self, schedule: str = "zb-h1", drop: float = 0.5) -> None:
+        torch.manual_seed(0)
+        self.x, self.labels = torch.randn(M * ROWS, WIDTH), torch.randint(CLASSES, (M * ROWS,))
+        self.trained = Returning(drop)
+        self.pipe = zbfx.compile(
+            self.trained,
+            stages=2,
+            microbatches=M,
+            example_inputs=(self.x[:ROWS],),
+            example_targets=(self.labels[:ROWS],),
+            loss_fn=loss_fn,
+            schedule=schedule,
+            check=False,
+        )
+        self.step = self.pipe.run_local(seed=3, on_new_shape="recompile")
+        self.model = copy.deepcopy(self.trained)
+
+    def plain(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        with torch.no_grad():
+            found: dict[str, Any] = self.model.eval()(*args, **kwargs)
+        return found
+
+
+@pytest.fixture(scope="module", params=["zb-h1", "zb-v-order"])
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    with default_dtype(torch.float64):
+        yield Case(request.param)
+
+
+def close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_all_that_the_model_returns(case: Case) -> None:
+    found, expected = case.step.forward(case.x), case.plain(case.x)
+    assert list(found) == list(expected)
+    assert found["count"] == 7
+    close(found["logits"], expected["logits"])
+    close(found["states"], expected["states"])
+    close(found["size"], expected["size"])
+    assert found["size"].untyped_storage().nbytes() == found["size"].nbytes, "not the logits that it is a part of"
+
+
+def test_paths_functions_and_trees_of_them(case: Case) -> None:
+    expected = case.plain(case.x)
+    close(case.step.forward(case.x, outputs="logits"), expected["logits"])
+    close(case.step.forward(case.x, outputs="states.-1"), expected["states"][1])
+    one, two = case.step.forward(case.x, outputs=["states.0", "states.1"])
+    close((one, two), expected["states"])
+    close(case.step.forward(case.x, case.labels, outputs=chosen), chosen(expected, case.labels))
+    found = case.step.forward(
+        case.x, outputs={"shares": lambda out: out["logits"].softmax(-1), "rows": "logits"}, join=1
+    )
+    assert torch.equal(found["rows"], torch.cat(expected["logits"].chunk(M), 1))
+    total = case.step.forward(case.x, outputs=lambda out: out["logits"].sum())
+    close(total, torch.stack([part.sum() for part in expected["logits"].chunk(M)]))
+
+
+def test_per_microbatch_and_any_number_of_them(case: Case) -> None:
+    x = torch.randn(5 * ROWS, WIDTH)
+    found = case.step.forward(x, outputs="logits", join=None)
+    close(found, list(case.plain(x)["logits"].split(ROWS)))
+
+
+def test_beside_the_loss_of_an_evaluation(case: Case) -> None:
+    loss, logits = case.step.evaluate(case.x, case.labels, outputs="logits")
+    close(loss, case.step.evaluate(case.x, case.labels))
+    close(logits, case.plain(case.x)["logits"])
+
+
+def test_other_arguments_than_the_examples(case: Case) -> None:
+    scale = torch.randn(M * ROWS)
+    close(case.step.forward(case.x, scale=scale, outputs="logits"), case.plain(case.x, scale)["logits"])
+    with pytest.raises(zbfx.InputError, match="Pass others of the model by name"):
+        case.step.forward(case.x, scale, outputs="logits")
+    assert case.step.forward(case.x, hidden=False)["states"] is None
+
+
+def test_forwards_of_a_request_are_traced_once(case: Case) -> None:
+    def ask(k: int) -> Tensor:
+        return case.step.forward(case.x, outputs=lambda out: out["logits"] * k)
+
+    before = len(case.step.pipelines)
+    close(ask(2), 2 * case.plain(case.x)["logits"])
+    ask(2)
+    assert len(case.step.pipelines) == before + 1, "a lambda made anew is the one of before"
+    close(ask(3), 3 * case.plain(case.x)["logits"])
+    assert len(case.step.pipelines) == before + 2
+
+
+def test_forwards_have_no_backward_and_hold_what_was_asked_for(case: Case) -> None:
+    case.step.forward(case.x, outputs="logits")
+    pipe = case.step.pipelines[-1]
+    for found in (pipe for pipe in case.step.pipelines if not pipe.trains):
+        assert {action.kind for order in found.schedule.ranks for action in order} == {Kind.F}
+        assert all(memory.static.gradients == 0 for memory in found.memory)
+    assert not any(phase.has_loss for stage in pipe.stages for phase in stage.phases.values())
+
+
+def test_nothing_changes_in_eval_mode_and_train_mode_is_that_of_a_plain_forward() -> None:
+    with default_dtype(torch.float64):
+        case = Case(drop=0.0)
+        case.step.forward(case.x)
+        for name, tensor in case.model.state_dict().items():
+            assert torch.equal(case.trained.state_dict()[name], tensor), name
+        found = case.step.forward(case.x, outputs="logits", train=True)
+        with torch.no_grad():
+            expected = torch.cat([case.model.train()(part)["logits"] for part in case.x.split(ROWS)])
+        close(found, expected)
+        for name, tensor in case.model.state_dict().items():
+            close(case.trained.state_dict()[name], tensor)
+        assert all(parameter.grad is None for parameter in case.trained.parameters())
+
+
+def test_random_numbers_are_those_of_the_next_step_again_each_time(case: Case) -> None:
+    one, two = (case.step.forward(case.x, outputs="logits", train=True) for _ in range(2))
+    assert torch.equal(one, two)
+    assert (one - case.plain(case.x)["logits"]).abs().max() > 1e-3
+    case.trained.load_state_dict(case.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"outputs": "logit"}, "the model returns a dict with logits, states, size, count, which has no 'logit'"),
+        ({"outputs": 3}, "outputs is a path of attributes, keys and indices .* found int 3"),
+        ({"outputs": "count"}, "what is asked for has no tensor in it"),
+        ({"outputs": lambda out: {"x": object()}}, r"outputs\['x'\] is a object: a pipeline returns tensors"),
+        ({"outputs": "logits", "join": 2}, r"join=2 joins outputs along that dimension; found .* \(2, 5\)"),
+        ({"join": "x"}, "join is the dimension along which"),
+        ({"everywhere": 1}, "everywhere is True or False; found 1"),
+        ({"train": "yes"}, "train is True or False; found 'yes'"),
+    ],
+)
+def test_what_no_forward_returns_is_refused(case: Case, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(zbfx.ZbfxError, match=message):
+        case.step.forward(case.x, **options)
+
+
+def test_a_keyword_that_means_two_things_is_refused() -> None:
+    class Named(nn.Linear):
+        def forward(self, x: Tensor, train: Tensor | None = None) -> Tensor:  # type: ignore[override]
+            return super().forward(x) * (1 if train is None else train)
+
+    x = torch.randn(4, 3)
+    step = zbfx.compile(
+        Named(3, 3),
+        stages=1,
+        microbatches=2,
+        example_inputs=(x[:2],),
+        example_kwargs={"train": x[:2]},
+        loss_fn=lambda out: out.square().mean(),
+        check=False,
+    ).run_local()
+    with pytest.raises(zbfx.ZbfxError, match=r"train is an argument of step\.forward, and a keyword argument of the"):
+        step.forward(x, train=True)
