@@ -189,7 +189,7 @@ def test_what_no_forward_returns_is_refused(case: Case, options: dict[str, Any],
 
 def test_a_keyword_that_means_two_things_is_refused() -> None:
     class Named(nn.Linear):
-        def forward(self, x: Tensor, train: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        def forward(self, x: Tensor, train: Tensor | None = None) -> Tensor:
             return super().forward(x) * (1 if train is None else train)
 
     x = torch.randn(4, 3)
