@@ -51,6 +51,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("runtime",),
     ("optim",),
+    ("plans",),
     (
         "gradient_check",
         "check_causes",
@@ -63,6 +64,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "between",
         "report",
         "selfcheck",
+        "loaded",
         "pipeline",
         "zbfx",
     ),

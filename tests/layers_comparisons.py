@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "fx: what kind of node it is, or what its metadata holds": {
+        "zbfx/plans/values.py": ("node.op not in NODE_KINDS", "node.name != name"),
         "passes/canonicalize.py": (
             "value.op != 'placeholder'",
             "owner.op != 'placeholder'",
@@ -45,6 +46,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/verify/program_rules.py": ("node.op == 'call_module'", "node.op == 'placeholder'"),
     },
     "torch: names in operators' schemas, in descriptors, and of entries of its dicts": {
+        "zbfx/plans/operators.py": ("'str' in kind", "'Tensor' in kind"),
         "passes/nodes.py": ("argument.name == 'dropout_p'",),
         "zbfx/_torch.py": (
             "getattr(operator, 'namespace', None) in COLLECTIVE_NAMESPACES",
@@ -78,6 +80,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "device.type == 'cuda'",
         ),
         "zbfx/rng.py": ("device.type != 'cpu'",),
+        "zbfx/plans/cache.py": ("device.type == 'cuda'",),
         "zbfx/runtime/captured.py": ("device.type in LOADS",),
         "zbfx/runtime/options.py": ("self.device != 'cuda'",),
         "zbfx/runtime/step.py": ("self.engine.pipe.device.type == 'cuda'",),
@@ -86,6 +89,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/trace/signature.py": ("tensor.device.type == 'cpu'", "device.type == 'cuda'"),
     },
     "Python: names of modules and methods, private names, instructions": {
+        "zbfx/plans/identity.py": ("module.partition('.')[0] in KNOWN_BY_VERSION", "'__repr__' in owner.__dict__"),
         "passes/__init__.py": ("__name__ != 'zbfx.passes'",),
         "zbfx/__main__.py": ("__name__ == '__main__'",),
         "zbfx/optim/post_validated.py": ("name == 'optimizer'",),
@@ -129,6 +133,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/runtime/runner.py": ("addition.name in self.adds",),
     },
     "formats: keys and units of files, of the system and of arguments": {
+        "zbfx/plans/operators.py": ("name in FUNCTIONS",),
         "zbfx/comm/faults.py": ("state in ENDED",),
         "zbfx/hf/trainer.py": ("ITEMS in inputs", "ITEMS not in batch"),
         "zbfx/named_model.py": ("'model' not in given",),

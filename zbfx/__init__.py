@@ -22,6 +22,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from zbfx import optim, passes
     from zbfx.gradient_check import Report, check
+    from zbfx.loaded import load_plan
     from zbfx.metrics import Metric
     from zbfx.pipeline import Pipeline, compile
     from zbfx.user_pass import Pass
@@ -47,6 +48,7 @@ __all__ = [
     "__version__",
     "check",
     "compile",
+    "load_plan",
     "optim",
     "passes",
     "schedule",
@@ -57,6 +59,7 @@ WITH_TORCH = {  # where each name comes from that brings torch; None: it is a mo
     "Pass": "zbfx.user_pass",
     "Pipeline": "zbfx.pipeline",
     "compile": "zbfx.pipeline",
+    "load_plan": "zbfx.loaded",
     "Report": "zbfx.gradient_check",
     "check": "zbfx.gradient_check",
     "optim": None,

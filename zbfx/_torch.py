@@ -4,8 +4,8 @@ aot_export_joint_with_descriptors   2.11.0, 2.13.0   joint forward and backward 
 descriptors.*                       2.11.0, 2.13.0   what each input and output of that graph is
 with_effects, _linalg_check_errors  2.11.0, 2.13.0   operators in that graph that act beside their results
 aten._assert_async, _to_copy, ...   2.11.0, 2.13.0   other operators in that graph
-OpOverload._schema, .namespace      2.11.0, 2.13.0   what an operator takes and gives; whose operator it is
-FakeTensorMode                      2.11.0, 2.13.0   tensors with shape, dtype and device but no memory
+OpOverload, ._schema, .namespace    2.11.0, 2.13.0   an operator; what it takes and gives; whose operator it is
+FakeTensorMode, FakeTensor          2.11.0, 2.13.0   tensors with shape, dtype and device but no memory
 DataDependentOutputException, ...   2.11.0, 2.13.0   what fake tensors raise where Python needs a value
 torch._subclasses.fake_tensor       2.11.0, 2.13.0   also the name of its logger
 torch.utils._pytree                 2.11.0, 2.13.0   nested inputs to flat leaves with key paths
@@ -98,6 +98,8 @@ TOKENS = (
 )
 
 pytree = _pytree
+TreeSpec = _pytree.TreeSpec
+Operator = torch._ops.OpOverload
 aten = torch.ops.aten  # the operators that traced graphs are made of
 
 with_effects = torch.ops.higher_order.with_effects
@@ -578,6 +580,26 @@ def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its target, which may be on another device; in the order of the current stream."""
     if targets:
         torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    return isinstance(tensor, fake_tensor.FakeTensor)
+
+
+def fake_strided(
+    mode: FakeTensorMode,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """A fake tensor of this layout, on a storage of its own, made without the dispatcher, which is slow."""
+    base = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    if offset:
+        extent = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        base = torch.empty(offset + max(extent, 0), dtype=dtype, device="meta").as_strided(shape, stride, offset)
+    return fake_tensor.FakeTensor(mode, base, device)
 
 
 def shape_env() -> ShapeEnv:

@@ -39,6 +39,8 @@ from zbfx.options import (
     checked_progress,
 )
 from zbfx.plan import CostTable
+from zbfx.plans.cache import checked_folder, plan_cache
+from zbfx.plans.saved import save_plan
 from zbfx.program.boxed import Compiler
 from zbfx.program.codegen import Program
 from zbfx.progress import announce, showing
@@ -89,6 +91,7 @@ def compile(
     passes: Sequence[Pass] = (),
     trace_passes: bool | None = None,
     progress: bool | None = None,
+    cache: str | PathLike[str] | None = None,
 ) -> Pipeline:
     """Compile `model` into a pipeline over `stages` ranks. Nothing of the model changes, and nothing runs on its data.
 
@@ -143,6 +146,9 @@ def compile(
                      ZBFX_TRACE_PASSES is set
     progress         say on stderr, on rank 0, what goes on once this call takes over two seconds. None: if stderr is a
                      terminal. The logger "zbfx" gets the same at level DEBUG
+    cache            a folder of plans of earlier calls. A call with the same model, example, options, versions and kind
+                     of device takes its plan from there, and neither traces, plans, measures nor checks; others add
+                     theirs. What it compares, and what it cannot see: docs/plans.md. None: nothing is kept
 
     Raises `TraceError` where the model cannot be traced, naming the user's line; `InvalidSchedule` for an order that
     breaks a rule; `NoFeasibleSchedule` under a `mem_limit` that is too small; `ZbfxError`, their base, for the rest."""
@@ -171,10 +177,14 @@ def compile(
         trace_passes=checked_tracing(trace_passes),
     )
     asked = compared(options) | {"passes": [given.told for given in options.passes]}
-    modes, told = Modes.now(), on_first_rank(checked_progress(progress))
+    modes, told, folder = Modes.now(), on_first_rank(checked_progress(progress)), checked_folder(cache)
     with modes.fixed(), showing("zbfx.compile", told):
         local = local_parts(named_tensors(model, loss_fn))
         refuse_measuring(local, options.measures)
+        source = Source(model, loss_fn, Guard.of(model, loss_fn), modes, local)
+        kept = folder and plan_cache(folder, source, (inputs, kwargs, targets), options)
+        if kept and (found := kept.found(source, options)):
+            return Pipeline(found, source, Compiler(options.runs.compiles))
         chosen = {"device": device, "batch_dims": batch_dims, "grad_dtype": options.grad_dtype}
         tracing = modes.traced()(partial(trace, model, loss_fn, inputs, kwargs, targets, **chosen))
         with uncollected():
@@ -184,10 +194,11 @@ def compile(
             examples = tuple(signature.flatten((*inputs, *targets), kwargs))
             reduction = Reduction.of(raw, loss_reduction, microbatches)
             traced, memo = Traced(raw, canonical(raw, options), signature, examples, reduction), Memo()
-            source = Source(model, loss_fn, Guard.of(model, loss_fn), modes, local)
         with nullcontext() if options.measures else uncollected():  # what was measured is let go at once
             fitted = fit(traced, resolved(options), memo)
         compiled = self_checked(fitted, source)
+        if kept:
+            kept.keep(compiled, source)
         return Pipeline(compiled, source, memo(Compiler, options.runs.compiles))
 
 
@@ -249,6 +260,17 @@ class Pipeline:
         pipeline's is compared with, planned for the same costs; None: all by hand that its stages can run.
         """
         Path(path).write_text(page(subject(self.compiled, profile, compare)))
+
+    def save(self, file: str | PathLike[str], *, namespaces: Sequence[str] = ()) -> None:
+        """Write the plan to a file: the cut, costs, the schedule, the graphs of all stages. `zbfx.load_plan` makes this
+        pipeline of it and of the model again, in any process, without tracing or planning (`docs/plans.md`).
+
+        The file is data; nothing in it is executed. `namespaces` are those of further operators that the model calls
+        (`torch.library`). Raises `ZbfxError` for what a file cannot hold: DTensor parameters, a schedule that is a
+        function, arguments of classes of your own, functions of Python that a pass put into a graph.
+        """
+        with self.source.modes.fixed():
+            save_plan(self.compiled, self.source, Path(file), tuple(namespaces))
 
     @uncompiled
     def run_local(
