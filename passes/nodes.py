@@ -31,6 +31,12 @@ COUNTED_AS: Mapping[Any, CountedAs] = {
     ADD_PRODUCT: CountedAs(aten.addmm),
 }
 
+# Attention, with the position of its queries; keys and values follow. Each of their heads may serve several of queries.
+QUERIES_AT: Mapping[Any, int] = {
+    **dict.fromkeys((*_torch.ATTENTION, _torch.CUDNN_ATTENTION), 0),
+    **dict.fromkeys((*_torch.ATTENTION_BACKWARD, _torch.CUDNN_ATTENTION_BACKWARD), 1),
+}
+
 
 def is_statistic(node: fx.Node) -> bool:
     """Whether the node's value is a statistic of a norm."""
@@ -108,7 +114,17 @@ def flops(node: fx.Node, size: Callable[[Any], Any] = hint) -> Any:
     argument_count = counted_as(node).argument_count
     if argument_count is not None:
         args, kwargs = args[:argument_count], {}
+    if node.target in QUERIES_AT:
+        args = tuple(with_all_heads(args, QUERIES_AT[node.target]))
     return size(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def with_all_heads(args: Sequence[Any], queries_at: int) -> Sequence[Any]:
+    """The arguments of attention with shapes of keys and values that have a head for each head of queries: formulas of
+    torch 2.11 know no others."""
+    before, query, key_and_value = args[:queries_at], args[queries_at], args[queries_at + 1 : queries_at + 3]
+    whole = [(*value.shape[:1], query.shape[1], *value.shape[2:]) for value in key_and_value]
+    return [*before, query, *map(torch.Size, whole), *args[queries_at + 3 :]]
 
 
 def tensors(value: Any) -> Iterable[Tensor]:

@@ -126,6 +126,8 @@ ATTENTION_BACKWARD = (
     FLASH_ATTENTION_BACKWARD.default,
     aten._scaled_dot_product_efficient_attention_backward.default,
 )
+CUDNN_ATTENTION = aten._scaled_dot_product_cudnn_attention.default
+CUDNN_ATTENTION_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
 
 COLLECTIVE_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
 

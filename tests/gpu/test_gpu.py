@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -225,23 +226,19 @@ def test_a_failure_reaches_every_rank(tmp_path: Path, backend: str, failure: str
     # Not torchrun, which ends the others once one has ended; its store, as there, lives in a process that is no rank.
     store = f"TCPStore('127.0.0.1', {port}, is_master=True, wait_for_workers=False)"
     serve = f"import torch.distributed as dist, time; store = dist.{store}; time.sleep(100)"
-    server = subprocess.Popen([sys.executable, "-c", serve])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "tests/gpu/gpu_worker.py", "fault", str(tmp_path), backend, failure, place],
-            cwd=ROOT,
-            env={**os.environ, **environment(rank, port)},
-            stderr=(tmp_path / f"stderr {rank}").open("w"),
-        )
-        for rank in range(2)
-    ]
-    try:
+    command = [sys.executable, "tests/gpu/gpu_worker.py", "fault", str(tmp_path), backend, failure, place]
+    with ExitStack() as stack:
+        server = stack.enter_context(subprocess.Popen([sys.executable, "-c", serve]))
+        stack.callback(server.kill)
+        ranks = []
+        for rank in range(2):
+            errors = stack.enter_context((tmp_path / f"stderr {rank}").open("w"))
+            told = {**os.environ, **environment(rank, port)}
+            ranks.append(stack.enter_context(subprocess.Popen(command, cwd=ROOT, env=told, stderr=errors)))
+            stack.callback(ranks[rank].kill)
         for process in ranks:
             process.wait(100)
         ended = time.time()
-    finally:
-        for process in (*ranks, server):
-            process.kill()
     said = [(tmp_path / f"stderr {rank}").read_text() for rank in range(2)]
     for rank in range(2):
         if rank == 0 or failure != "killed":

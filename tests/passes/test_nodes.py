@@ -8,7 +8,16 @@ from torch import Tensor, nn
 
 from tests.support.models import Problem, gpt, numbers
 from tests.support.reference import traced
-from zbfx.passes.nodes import flops, is_random, is_view, storage_owner, stored_bytes, value_bytes
+from zbfx.passes.nodes import (
+    QUERIES_AT,
+    flops,
+    is_random,
+    is_view,
+    storage_owner,
+    stored_bytes,
+    value_bytes,
+    with_all_heads,
+)
 
 aten = torch.ops.aten
 
@@ -58,3 +67,24 @@ def test_arithmetic_of_a_matrix_product(rows: int, width: int) -> None:
     joint = traced(Problem(nn.Linear(width, width), lambda y: y.sum(), (numbers(rows, width),)))
     products = [node for node in joint.graph.nodes if flops(node)]
     assert [flops(node) for node in products] == [2 * rows * width * width] * 2
+
+
+class Grouped(nn.Module):
+    """Attention of 4 heads of queries over 2 of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = (x @ self.weight).unflatten(-1, (4, 4)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(q, q[:, :2], q[:, 2:], is_causal=True, enable_gqa=True).sum()
+
+
+def test_arithmetic_of_attention_with_grouped_heads() -> None:
+    """A product of queries and keys and one with the values, for every head of queries; five in the backward."""
+    joint = traced(Problem(Grouped(), None, (numbers(2, 3, 16),)))
+    found = [flops(node) for node in joint.graph.nodes if node.target in QUERIES_AT]
+    product = 2 * (2 * 4) * 3 * 3 * 4
+    assert found == [2 * product, 5 * product]
+    assert with_all_heads([numbers(2, 4, 3, 4), numbers(2, 2, 3, 4), numbers(2, 2, 3, 4)], 0)[1:] == [(2, 4, 3, 4)] * 2

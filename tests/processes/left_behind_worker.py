@@ -63,8 +63,14 @@ def bound_again(rank: int) -> dict[str, Any]:
     other.bind().close()  # without a step nothing is left behind
     step = first.bind()
     step(*problem.inputs, *problem.targets)  # gradients alone: no value has changed
+    for pipe in (other, first, other):  # each trains what the one before it has left behind
+        problem.model.zero_grad()
+        step.close()
+        step = pipe.bind()
+        step(*problem.inputs, *problem.targets)
     problem.model.zero_grad()
-    other.bind().close()
+    step.close()
+    step = first.bind()
     optimizer = torch.optim.AdamW(problem.model.parameters(), lr=1e-2)  # made before bind, of all parameters
     losses = [step(*problem.inputs, *problem.targets).item()]
     optimizer.step()

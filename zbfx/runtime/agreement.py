@@ -20,7 +20,7 @@ from zbfx.runtime.fingerprint import fingerprints
 from zbfx.runtime.runner import RankRunner
 from zbfx.trace.aliases import refuse_apart, separate
 from zbfx.trace.guard import Source
-from zbfx.trace.left_behind import is_left_behind, refuse_left_behind
+from zbfx.trace.left_behind import is_left_behind, refuse_left_behind, take_over
 
 
 def prepare(pipe: Compiled, source: Source, engine: Engine, holders: Mapping[str, Sequence[int]] | None = None) -> None:
@@ -154,6 +154,7 @@ def warn_of_other_values(channels: Channels, named: Mapping[str, Tensor], used: 
                     who = f"{place.name_of(replica, other)} and {place.name_of(replica, rank)}"
                     different.setdefault(name, f"{name} ({who})")
     refuse_left_behind(sorted(stale))
+    take_over(named[name] for name in behind & set(used))
     if different:
         warnings.warn(
             f"ranks of one pipeline have different values of {listed(different.values(), 3)}. Each stage starts from "

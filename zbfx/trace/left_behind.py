@@ -26,6 +26,12 @@ def is_left_behind(tensor: Tensor) -> bool:
     return not tensor.is_inference() and getattr(tensor, "zbfx_left_behind", None) == version_of(tensor)
 
 
+def take_over(tensors: Iterable[Tensor]) -> None:
+    """Note that these tensors, which others trained, have the values of the others here: this rank trains them now."""
+    for tensor in tensors:
+        del tensor.zbfx_left_behind  # type: ignore[attr-defined]
+
+
 def has_values(tensor: Tensor) -> bool:
     """Whether a tensor has data, and not those of before other ranks trained it."""
     return not (tensor.is_meta or is_left_behind(tensor))
