@@ -1,9 +1,9 @@
-"""Split -> Stages: the F, B and W of every stage as graphs of their own, with their calling conventions.
+"""Split -> Stages: prologue, F, B and W of every stage as graphs of their own, with their calling conventions.
 
 Takes   a split joint graph.
 Gives   a `Stage` for each stage. A phase computes its own nodes, and once more what is not worth keeping: nodes without
         a stage, and views of values of an earlier phase of the stage. Whatever else it reads is a result of another
-        phase.
+        phase. A prologue computes all that the stage's phases read of what is kept.
 Raises  nothing: `zbfx.verify` refuses stages that would wait for each other. Source: ours; AOTAutograd of torch cuts
         likewise.
 """
@@ -14,7 +14,7 @@ import itertools
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +58,13 @@ def extract(split: Split) -> tuple[Stage, ...]:
     order = NodeOrder(split)
     contents = {key: content_of(split, key, own[key], outputs[key], order) for key in keys}
     results: dict[PhaseKey, set[fx.Node]] = defaultdict(set)
-    for content in contents.values():
+    for (stage, _), content in contents.items():
         for value in content.values:
-            results[placed.stage_of[value], split.phase_of[value]].add(value)
+            results[origin_of(split, stage, value)].add(value)
     stages = []
     for index in range(placed.stage_count):
-        mine = [key for key in keys if key[0] == index]
+        contents[index, Kind.P] = prologue_content(results[index, Kind.P], order)
+        mine = [(index, kind) for kind in (Kind.P, Kind.F, Kind.B, Kind.W)]
         phases = {key[1]: build_phase(split, key, contents[key], results[key], order.roles) for key in mine}
         crossing = {value for key in mine for value in (*contents[key].values, *results[key])}
         stages.append(
@@ -77,7 +78,7 @@ def extract(split: Split) -> tuple[Stage, ...]:
                     for node in crossing
                     for owner in [storage_owner(node)]
                 },
-                origins={node.name: (placed.stage_of[node], split.phase_of[node]) for node in crossing},
+                origins={node.name: origin_of(split, index, node) for node in crossing},
             )
         )
     return tuple(stages)
@@ -91,6 +92,11 @@ def phase_of_output(split: Split, value: fx.Node, port: Port) -> PhaseKey:
         ends = zip(placed.joint.output_values, placed.joint.outputs, strict=True)
         return max(placed.stage_of.get(other, 0) for other, found in ends if found.role in TOGETHER), Kind.F
     return placed.stage_of.get(value, 0), split.phase_of.get(value, Kind.F)
+
+
+def origin_of(split: Split, stage: int, value: fx.Node) -> PhaseKey:
+    """The phase that makes a value for a stage: what is kept, each stage makes for itself."""
+    return (stage, Kind.P) if value in split.kept else (split.placed.stage_of[value], split.phase_of[value])
 
 
 class NodeOrder:
@@ -114,18 +120,13 @@ def content_of(
     placed, own = split.placed, set(nodes)
 
     def is_recomputed(node: fx.Node) -> bool:
-        if node.op == "placeholder" or node in own:
+        if node.op == "placeholder" or node in own or node in split.kept:
             return False
-        return node not in placed.stage_of or (is_view(node) and placed.stage_of[node] == stage)
+        is_free = split.phase_of.get(node, Kind.P) is Kind.P  # no stage's own
+        return is_free or (is_view(node) and placed.stage_of[node] == stage)
 
-    inside = set(own)
-    pending = [value for value, _ in outputs if is_recomputed(value)]
-    pending += [source for node in own for source in node.all_input_nodes if is_recomputed(source)]
-    while pending:
-        node = pending.pop()
-        if node not in inside:
-            inside.add(node)
-            pending += [source for source in node.all_input_nodes if is_recomputed(source)]
+    inside = own | with_sources((value for value, _ in outputs if is_recomputed(value)), is_recomputed)
+    inside |= with_sources((s for node in own for s in node.all_input_nodes if is_recomputed(s)), is_recomputed)
     wanted = {value for value, port in outputs if port.role in LAST}  # by the user, perhaps of an earlier stage
     read = order.sorted(({source for node in inside for source in node.all_input_nodes} | wanted) - inside)
     placeholders = [node for node in read if node.op == "placeholder"]
@@ -135,6 +136,26 @@ def content_of(
         values=tuple(node for node in read if node.op != "placeholder"),
         outputs=tuple(outputs),
     )
+
+
+def prologue_content(kept: set[fx.Node], order: NodeOrder) -> Content:
+    """What a prologue computes to make these values, and the inputs that it reads."""
+    inside = with_sources(kept, lambda node: node.op == "call_function")
+    read = order.sorted({source for node in inside for source in node.all_input_nodes} - inside)
+    placeholders = sorted(read, key=lambda n: PORT_ORDER.index(order.roles[n].role))
+    return Content(tuple(order.sorted(inside)), tuple(placeholders), values=(), outputs=())
+
+
+def with_sources(nodes: Iterable[fx.Node], goes_on: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """These nodes, and what they read, as far as it `goes_on`."""
+    found: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += filter(goes_on, node.all_input_nodes)
+    return found
 
 
 def build_phase(

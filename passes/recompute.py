@@ -8,7 +8,8 @@ Gives   the split with copies of forward nodes in B and W, each right before its
 Raises  nothing. Source: the min-cut partitioner of AOTAutograd, here for three phases, with the cut of networkx;
         segments as in Chen et al. 2016 ("Training Deep Nets with Sublinear Memory Cost").
 
-Never computed again: reads of buffers that the model writes, and random ops where no generator can be set.
+What prologues keep is there for every phase. Never computed again: reads of buffers that the model writes, and random
+ops where no generator can be set.
 
 Level   What may be computed again
 none    views, casts of parameters, values of inputs alone: every stage computes these for itself at any level
@@ -76,7 +77,8 @@ def copy_split(split: Split) -> Split:
     stage_of = {new[node]: stage for node, stage in placed.stage_of.items()}
     joint, line = replace(placed.joint, graph=graph), placed.line.moved(new)
     placed = replace(placed, joint=joint, line=line, stage_of=stage_of)
-    return Split(placed, {new[node]: kind for node, kind in split.phase_of.items()})
+    phase_of = {new[node]: kind for node, kind in split.phase_of.items()}
+    return Split(placed, phase_of, frozenset(new[node] for node in split.kept))
 
 
 def written_buffers(placed: Placed) -> set[fx.Node]:
@@ -101,7 +103,7 @@ class StageNodes:
         forward = tuple(node for node in own if phase_of[node] is Kind.F)
         read = {source for node in own for source in node.all_input_nodes if source in phase_of}
         received = {node for node in read if placed.stage_of[node] != stage and phase_of[node] is Kind.F}
-        backward = {node: phase_of[node] for node in own if phase_of[node] is not Kind.F}
+        backward = {node: phase_of[node] for node in own if phase_of[node] in (Kind.B, Kind.W)}
         return cls(stage, forward, backward, received)
 
     def read_by(self, kinds: Set[Kind]) -> set[fx.Node]:
@@ -218,7 +220,8 @@ def insert_copies(split: Split, nodes: StageNodes, kind_of: Mapping[fx.Node, Kin
     position = {**line.position, **{copy: line.position[node] for node, copy in copies.items()}}
     stage_of = {**placed.stage_of, **dict.fromkeys(copies.values(), nodes.stage)}
     placed = replace(placed, line=replace(line, original=original, position=position), stage_of=stage_of)
-    return Split(placed, {**split.phase_of, **{copy: kind_of[node] for node, copy in copies.items()}})
+    phase_of = {**split.phase_of, **{copy: kind_of[node] for node, copy in copies.items()}}
+    return replace(split, placed=placed, phase_of=phase_of)
 
 
 def segment_ends(nodes: StageNodes, in_flight: int) -> set[fx.Node]:

@@ -22,6 +22,7 @@ from zbfx.graphs import Joint, Placed, Split, Stage
 from zbfx.options import Options
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.extract import extract
+from zbfx.passes.prologue import prologue
 from zbfx.passes.split import split
 from zbfx.user_pass import Pass, PassPoint
 from zbfx.verify import verified, verify
@@ -36,12 +37,13 @@ def canonical(raw: Joint, options: Options) -> Joint:
     return joint
 
 
-def divided(placed: Placed, options: Options) -> Split:
+def divided(placed: Placed, options: Options, prologues: bool) -> Split:
+    """The phases of all nodes; with `prologues`, what is the same for every microbatch comes once a step."""
     found = verified(split, placed)
     for given in of_point(options, PassPoint.SPLIT):
         before, found = found, verify(ran(given, found, options), after=given.name)
         verify(found.placed.joint, after=given.name, given=before.placed.joint)
-    return found
+    return verified(prologue, found) if prologues else found
 
 
 def extracted(whole: Split, options: Options) -> tuple[Stage, ...]:

@@ -49,13 +49,15 @@ class Staged(NamedTuple):
 @dataclass(frozen=True)
 class Choice:
     """What a search decides. `cap`: the bytes that the order may hold, per rank, static ones included; None: any.
-    `one_by_one`: microbatch after microbatch, the order that holds least. `beside`: Ws run beside Bs where they can."""
+    `one_by_one`: microbatch after microbatch, the order that holds least. `beside`: Ws run beside Bs where they can.
+    `prologues`: what no microbatch changes is computed once a step, and held."""
 
     placement: tuple[int, ...]
     levels: Levels
     cap: tuple[float, ...] | None = None
     one_by_one: bool = False
     beside: bool = False
+    prologues: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,29 +84,34 @@ class Candidate:
 
 def candidate(traced: Traced, choice: Choice, options: Options, memo: Memo) -> Candidate:
     """The pipeline of a choice: stages and costs, an order for each rank, its program, and what that holds."""
-    stages, costs, notes = staged(traced, choice.placement, choice.levels, options, memo)
+    stages, costs, notes = staged(traced, choice, options, memo)
     alone = memo(ordered, costs, choice.cap, choice.one_by_one, options)
     schedule = with_pairs(alone, stages, options) if choice.beside else alone
     found = traced.signature, traced.examples, traced.reduction, traced.raw
     compiled = Compiled(options, *found, stages, schedule, choice.levels)
     memory = predict(compiled.programs, traced.raw, traced.signature, options, memo)
-    return Candidate(choice, compiled.described(timed(schedule, memory)), memory, notes, alone.iteration_s)
+    return Candidate(choice, compiled.described(timed(schedule, memory)), memory, notes, alone.planned_s)
 
 
-def staged(traced: Traced, placement: Sequence[int], levels: Levels, options: Options, memo: Memo) -> Staged:
+def staged(traced: Traced, choice: Choice, options: Options, memo: Memo) -> Staged:
     """The stages of a placement, each at its own level, and what they cost."""
+    placement, prologues = choice.placement, choice.prologues
     seconds, speed = memo(node_timer, traced.joint, options), hardware_of(options.device).link_bytes_per_s
     announce(f"cutting the graph into {len(placement)} stages")
     placed = memo(verified, partition, traced.joint, placement, seconds=seconds, bytes_per_s=speed, cuts=options.cuts)
     if options.rebalance:
-        placed = memo(rebalanced, placed, placement, seconds, options, memo)
-    return mixed([costed(placed, placement, level, options, memo) for level in levels], memo(divided, placed, options))
+        placed = memo(rebalanced, placed, placement, prologues, seconds, options, memo)
+    forms = [costed(placed, placement, prologues, level, options, memo) for level in choice.levels]
+    return mixed(forms, memo(divided, placed, options, prologues))
 
 
-def costed(placed: Placed, placement: Sequence[int], level: Level, options: Options, memo: Memo) -> Costed:
-    """F, B and W of all stages at one level of recomputation, and what they cost."""
+def costed(
+    placed: Placed, placement: Sequence[int], prologues: bool, level: Level, options: Options, memo: Memo
+) -> Costed:
+    """The phases of all stages at one level of recomputation, and what they cost."""
     levels, random = (level,) * len(placement), not options.runs.captures
-    whole = memo(verified, recompute, memo(divided, placed, options), levels, in_flight=options.stages, random=random)
+    split = memo(divided, placed, options, prologues)
+    whole = memo(verified, recompute, split, levels, in_flight=options.stages, random=random)
     compiler, warm_s = memo(Compiler, options.runs.compiles), WARM_S if level is options.levels[0] else SHORT_WARM_S
     return memo(cost_table, memo(extracted, whole, options), placement, options, compiler, warm_s)
 
@@ -118,11 +125,13 @@ def mixed(forms: Sequence[Costed], divided: Split) -> Staged:
     return Staged(stages, replace(forms[0].costs, stages=costs), notes)
 
 
-def rebalanced(placed: Placed, placement: Sequence[int], node_s: Seconds, options: Options, memo: Memo) -> Placed:
+def rebalanced(
+    placed: Placed, placement: Sequence[int], prologues: bool, node_s: Seconds, options: Options, memo: Memo
+) -> Placed:
     """Stages cut again by what the first ones cost, where that is less on the rank that takes longest."""
 
     def costs(cut: Placed) -> CostTable:
-        return costed(cut, placement, options.levels[0], options, memo).costs
+        return costed(cut, placement, prologues, options.levels[0], options, memo).costs
 
     seconds, speed = corrected(node_s, placed, costs(placed)), hardware_of(options.device).link_bytes_per_s
     again = verified(partition, placed.joint, placement, seconds=seconds, bytes_per_s=speed)

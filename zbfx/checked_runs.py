@@ -295,6 +295,7 @@ def own_results(pipe: Compiled, source: Source, data: Data) -> list[StepResults]
         for step, rows in enumerate(data.batches):
             now = named_tensors(model, loss_fn)
             shrink(now if step else {})
+            torch.clear_autocast_cache()  # of casts of weights that have changed
             results, weight = StepResults(), loss_weight(pipe, rows)
             losses, counts = [], []
             for microbatch in data.seeded(step):
@@ -352,5 +353,6 @@ def phases_to_run(pipe: Compiled, calls: Sequence[tuple[str, int]]) -> set[str]:
     """The names of the phases that each microbatch goes through; those of a W in pieces are taken from what ran."""
     kinds = [stage.phases.values() for stage in pipe.stages]
     pieces = bool(pipe.reductions)
+    once = {phase.name for phases in kinds for phase in phases if phase.kind is Kind.P}
     whole = [p for phases in kinds for p in phases if not (p.is_empty or (pieces and p.kind is Kind.W))]
-    return {phase.name for phase in whole} | ({name for name, _ in calls} if pieces else set())
+    return ({phase.name for phase in whole} | ({name for name, _ in calls} if pieces else set())) - once

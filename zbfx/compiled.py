@@ -65,6 +65,11 @@ class Compiled:
         return any(action.kind is not Kind.F for order in self.schedule.ranks for action in order)
 
     @property
+    def has_prologues(self) -> bool:
+        """Whether a stage keeps values that it makes once a step."""
+        return any(stage.kept for stage in self.stages)
+
+    @property
     def device(self) -> torch.device:
         return self.options.device
 

@@ -34,25 +34,46 @@ Limits = Sequence[float] | None
 def fit(traced: Traced, options: Options, memo: Memo) -> Compiled:
     """The fastest pipeline of the options' placements (later ones only for limits in bytes) and levels in the limit.
     Raises `NoFeasibleSchedule` with the smallest limit that has a plan; other `ZbfxError`s as `zbfx.schedule.plan`."""
-    search = Search(traced, options, memo)
-    limits = search.within_bytes() if options.limits_bytes else search.within_activations()
+    search, limits = searched(traced, options, memo)
     best = search.best
     assert best is not None, "an error says why there is no plan"
     verify(best.compiled.programs, after="generate", given=best.compiled.schedule)
     chosen = (f"chosen: {best.summary}",) if len(search.compared) > 1 else ()
     schedule = best.compiled.schedule
-    notes = tuple(dict.fromkeys((*schedule.notes, *chosen, *search.compared[1:], *best.notes)))
+    unlike = ("without prologues: under the memory limit, plans that hold their values are slower or impossible",)
+    without = unlike if options.prologue and not best.choice.prologues else ()
+    notes = tuple(dict.fromkeys((*schedule.notes, *chosen, *without, *search.compared[1:], *best.notes)))
     limit = schedule.mem_limit if limits is None else tuple(limits)
     return best.compiled.described(replace(schedule, notes=notes, mem_limit=limit))
 
 
+def searched(traced: Traced, options: Options, memo: Memo) -> tuple[Search, Limits]:
+    """The search that has found a plan, and the limits that it keeps. Where a limit in bytes makes plans slower, plans
+    without prologues are compared, which hold less throughout."""
+    search = Search(traced, options, memo, options.prologue)
+    if not options.limits_bytes:
+        return search, search.within_activations()
+    try:
+        limits = search.within_bytes()
+    except ZbfxError:
+        if not options.prologue:
+            raise
+    else:
+        if not search.is_slowed:
+            return search, limits
+    other = Search(traced, options, memo, prologues=False, best=search.best, compared=search.compared)
+    return other, other.within_bytes()
+
+
 @dataclass
 class Search:
-    """One search for a plan. `smallest` is the candidate that holds least, by its largest rank."""
+    """One search for a plan, with or without prologues. `smallest` is the candidate that holds least, by its largest
+    rank."""
 
     traced: Traced
     options: Options
     memo: Memo
+    prologues: bool
     best: Candidate | None = None
     smallest: Candidate | None = None
     compared: list[str] = field(default_factory=list)
@@ -60,6 +81,7 @@ class Search:
 
     def offer(self, choice: Choice, limits: Limits) -> Candidate:
         """Take the candidate if it fits and is the fastest so far; with Ws beside Bs if that fits too."""
+        choice = replace(choice, prologues=self.prologues)
         found = candidate(self.traced, choice, self.options, self.memo)
         if self.smallest is None or need(found, limits) < need(self.smallest, limits):
             self.smallest = found
@@ -73,10 +95,19 @@ class Search:
         return found
 
     def costs(self, placement: tuple[int, ...], levels: Levels) -> CostTable:
-        return staged(self.traced, placement, levels, self.options, self.memo).costs
+        choice = Choice(placement, levels, prologues=self.prologues)
+        return staged(self.traced, choice, self.options, self.memo).costs
 
     def least(self, placement: tuple[int, ...]) -> CostTable:
         return self.costs(placement, (self.options.levels[0],) * len(placement))
+
+    @property
+    def is_slowed(self) -> bool:
+        """Whether the best plan would be another one if it had to hold nothing throughout for its prologues."""
+        assert self.best is not None, "found"
+        choice, first = self.best.choice, self.options.placements[0]
+        plain = Choice(first, (self.options.levels[0],) * len(first), prologues=self.prologues)
+        return self.best.compiled.has_prologues and replace(choice, beside=False) != plain
 
     def beats(self, bound_s: float) -> bool:
         """Whether the best plan is as fast as anything with this lower bound."""
@@ -84,7 +115,7 @@ class Search:
 
     def bound_s(self, costs: CostTable) -> float:
         """Seconds that no schedule of these stages goes below, whatever the limit."""
-        return float(Certificate(costs, self.options.microbatches, None).seconds)
+        return float(Certificate(costs, self.options.microbatches, None).seconds) + least_prologue_s(costs)
 
     def within_activations(self) -> Limits:
         """No limit, or a multiple of what 1F1B's activations need without recomputation, by the planner's count."""
@@ -148,7 +179,7 @@ class Search:
                 self.refusals.append(error)
                 continue
             # Caps fall: what bounds this plan bounds the next ones.
-            bound_s = max(bound_s, found.compiled.schedule.lower_bound_s)
+            bound_s = max(bound_s, found.compiled.schedule.lower_bound_s + least_prologue_s(table))
 
     def rungs(self, placement: tuple[int, ...]) -> list[Levels]:
         """From the least level for all stages to the highest, one stage after the other: first those that hold most in
@@ -176,6 +207,11 @@ def need(found: Candidate, limits: Limits) -> float:
     if limits is None or len(set(limits)) == 1:
         return max(peaks)
     return max(peak - limit for peak, limit in zip(peaks, limits, strict=True))
+
+
+def least_prologue_s(costs: CostTable) -> float:
+    """Seconds that every rank's prologues add to what bounds its actions."""
+    return min(map(costs.prologue_s, range(costs.rank_count)))
 
 
 def caps(costs: CostTable, limits: Sequence[float]) -> list[float]:

@@ -216,6 +216,10 @@ def wrong_order(pipe: Compiled, want: StepResults, have: StepResults, close: Clo
     """Actions that did not run once, and buffers that were not written once by each microbatch, in ascending order."""
     count = pipe.reduction.microbatches
     ran = Counter(have.calls)
+    for phase in (stage.phases[Kind.P] for stage in pipe.stages):
+        times = sum(number for (name, _), number in ran.items() if name == phase.name)
+        if times != (not phase.is_empty):
+            yield Finding(f"{phase.name}.0", "doubled" if times else "lost", 1.0)
     for name in sorted(phases_to_run(pipe, have.calls)):
         for index in range(count):
             times = ran[name, index]

@@ -3,8 +3,8 @@
     Joint       one graph: forward, loss and backward of one microbatch
     Line        where each of its nodes sits along the model
     Placed      the stage of each node
-    Split       the phase, F, B or W, of each node
-    Stage       the F, B and W graphs of one stage and their calling convention
+    Split       the phase, F, B or W, of each node, and what prologues make
+    Stage       the P, F, B and W graphs of one stage and their calling convention
 
 A value keeps the name of its node in the joint graph all the way down to the rank programs. Records that hold graphs
 are equal to themselves alone.
@@ -156,10 +156,12 @@ class Placed:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """A placed joint graph with a phase (F, B or W) for each node that has a stage."""
+    """A placed joint graph with a phase (F, B or W) for each node that has a stage, or P, where the prologue of each
+    stage that needs its value makes it. `kept` are the values that prologues make for other phases, once a step."""
 
     placed: Placed
     phase_of: Mapping[fx.Node, Kind]
+    kept: frozenset[fx.Node] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +178,11 @@ class CallBytes:
 
 @dataclass(frozen=True, eq=False)
 class Phase:
-    """The F, B or W of one stage as a graph. The placeholders of `module` are, in this order: `ports` (by role:
-    parameters, buffers, constants, microbatch inputs, the loss gradient), `values` (names of values that other phases
-    or stages made), an accumulator for each of `gradients` (parameter names) and, if `is_random`, a seed. It returns
-    `results` (names of values), then what is for the user, its `last` ports: the loss, metrics, outputs. Gradients are
-    added into their accumulators; buffers in `updates` are written in place."""
+    """The prologue, F, B or W of one stage as a graph. The placeholders of `module` are, in this order: `ports` (by
+    role: parameters, buffers, constants, microbatch inputs, the loss gradient), `values` (names of values that other
+    phases or stages made), an accumulator for each of `gradients` (parameter names) and, if `is_random`, a seed. It
+    returns `results` (names of values), then what is for the user, its `last` ports: the loss, metrics, outputs.
+    Gradients are added into their accumulators; buffers in `updates` are written in place."""
 
     stage: int
     kind: Kind
@@ -264,7 +266,17 @@ class Stage:
     @property
     def weight_saved_bytes(self) -> int:
         """The paper's M_W: bytes held from B until W."""
-        return self.stored_bytes(self.phases[Kind.W].values)
+        return self.stored_bytes(name for name in self.phases[Kind.W].values if name not in self.kept)
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """The values that the prologue makes, once a step, for all other phases."""
+        return frozenset(self.phases[Kind.P].results)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes held from the prologue to the end of the step."""
+        return self.stored_bytes(self.kept)
 
     def is_sent(self, name: str) -> bool:
         """Whether this stage makes a value that it does not read itself: for others alone."""

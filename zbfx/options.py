@@ -62,6 +62,7 @@ class Options:
     optimizer_slots: float | None = None
     grad_dtype: torch.dtype | None = None
     rebalance: bool = False
+    prologue: bool = True
     check: bool | str = "auto"
     passes: tuple[Pass, ...] = field(default=(), compare=False)  # ranks compare what they are told as
     trace_passes: bool = field(default=False, compare=False)
@@ -89,6 +90,7 @@ class Options:
         is_dtype = isinstance(self.grad_dtype, torch.dtype)
         if self.grad_dtype is not None and not (is_dtype and self.grad_dtype.is_floating_point):
             raise ZbfxError(f"grad_dtype is a floating-point torch.dtype, or None; found {self.grad_dtype!r}")
+        true_or_false("prologue", self.prologue)
         check_rebalance(self.rebalance, self.costs, self.cuts)
 
     @property

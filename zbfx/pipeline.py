@@ -87,6 +87,7 @@ def compile(
     optimizer_slots: float | None = None,
     grad_dtype: torch.dtype | None = None,
     rebalance: bool = False,
+    prologue: bool = True,
     check: bool | str = "auto",
     passes: Sequence[Pass] = (),
     trace_passes: bool | None = None,
@@ -137,6 +138,9 @@ def compile(
                      parameter, which is its own dtype unless you set another
     rebalance        with costs="measure": cut the stages again by what they were measured to take, where devices differ
                      in speed or compiled phases from their nodes, and keep the better of both. Takes as long again
+    prologue         compute once a step what no microbatch changes, such as casts of weights under autocast, and hold
+    it
+                     to the end of the step; a `mem_limit` that has no room for that goes without. False: never
     check            run `zbfx.check` on two random microbatches, and refuse a pipeline that fails, or computes other
                      results than the model, such as one whose graph holds a Python value that changes from call to
                      call: True, False, or "auto": where it takes about a second at most, and all tensors have data
@@ -172,6 +176,7 @@ def compile(
         optimizer_slots=optimizer_slots,
         grad_dtype=grad_dtype,
         rebalance=rebalance,
+        prologue=prologue,
         check=check,
         passes=checked_passes(passes),
         trace_passes=checked_tracing(trace_passes),

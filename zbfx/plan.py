@@ -29,8 +29,10 @@ LEAST, LARGEST = 1e-100, 1e100  # times and sizes other than 0: their whole numb
 
 
 class Kind(StrEnum):
-    """What an action computes. `BW` is the fused backward: B and W of one microbatch back to back."""
+    """What an action computes. `BW` is the fused backward: B and W of one microbatch back to back. `P`, the prologue of
+    a stage, makes what is the same for every microbatch, once a step: it stands in no order."""
 
+    P = "P"
     F = "F"
     B = "B"
     W = "W"
@@ -42,7 +44,8 @@ ACTION_PATTERN = re.compile(r"(F|BW|B|W)(\d+)\.(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One F, B, W or BW of one stage and one microbatch; `str(action)` is its text form and `parse` reads it back."""
+    """One F, B, W or BW of one stage and one microbatch; `str(action)` is its text form and `parse` reads it back. A
+    prologue is P of its stage and microbatch 0."""
 
     kind: Kind
     stage: int
@@ -105,7 +108,8 @@ class StageCost:
     `backward_s` is the fused backward BW, by default B + W. `beside_s` is B with a W of the stage beside it, on a
     device with two streams; None: not measured. `static_bytes` is what the stage holds through the whole step: weights,
     gradients, optimizer state, buffers. `transient_bytes` is the most that an action of the stage needs on top of all
-    these: a rank keeps room for the largest of its stages."""
+    these: a rank keeps room for the largest of its stages. `prologue_s` is what comes once a step, before the first
+    F."""
 
     forward_s: Number
     backward_input_s: Number
@@ -116,10 +120,11 @@ class StageCost:
     backward_s: Number | None = None
     beside_s: Number | None = None
     transient_bytes: Number = 0
+    prologue_s: Number = 0
 
     def __post_init__(self) -> None:
         set_plain(self)
-        times = ("forward_s", "backward_input_s", "backward_weight_s")
+        times = ("forward_s", "backward_input_s", "backward_weight_s", "prologue_s")
         for name in (*times, "saved_bytes", "weight_saved_bytes", "static_bytes", "transient_bytes"):
             require_amount(f"a stage's {name} is a finite number >= 0", getattr(self, name))
         for name in ("backward_s", "beside_s"):
@@ -127,6 +132,8 @@ class StageCost:
                 require_amount(f"a stage's {name} is a finite number >= 0, or None", getattr(self, name))
 
     def seconds(self, kind: Kind) -> Number:
+        if kind is Kind.P:
+            return self.prologue_s
         if kind is Kind.F:
             return self.forward_s
         if kind is Kind.B:
@@ -197,6 +204,10 @@ class CostTable:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
+    def prologue_s(self, rank: int) -> float:
+        """Seconds of the prologues of a rank's stages."""
+        return sum(float(self.stages[stage].prologue_s) for stage in self.stages_of(rank))
+
     @classmethod
     def chain(
         cls,
@@ -258,8 +269,21 @@ class Timetable:
 
     @property
     def iteration_s(self) -> float:
-        """The paper's cost: the longest rank's time from the start of its first F to the end of its last W."""
+        """The paper's cost: the longest rank's time from the start of its first F to the end of its last W. Prologues
+        come on top of it."""
         return max((spans[-1].end_s - spans[0].start_s for spans in self.spans if spans), default=0.0)
+
+    @property
+    def planned_s(self) -> float:
+        """Seconds of a step as it is planned: of the rank that takes longest, its prologues and Ws beside Bs
+        counted."""
+        saved_s = 0.0 if self.expected_s is None else self.iteration_s - self.expected_s
+        lasting = [
+            spans[-1].end_s - spans[0].start_s + self.costs.prologue_s(rank)
+            for rank, spans in enumerate(self.spans)
+            if spans
+        ]
+        return max(lasting, default=0.0) - saved_s
 
     @property
     def makespan_s(self) -> float:

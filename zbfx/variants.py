@@ -178,7 +178,7 @@ def restaged(pipe: Compiled, raw: Joint, wanted: Wanted) -> tuple[Stage, ...]:
     if placed is None:
         # Where the loss arises, the chain of an optimizer step without a barrier ends.
         placed = place_like(joint, owners(pipe.stages), len(placement), loss_phase(pipe.stages).stage)
-    stages = extracted(divided(placed, pipe.options), pipe.options)
+    stages = extracted(divided(placed, pipe.options, pipe.has_prologues), pipe.options)
     refuse_moved_parameters(pipe.stages, stages, placement)
     return stages
 
@@ -209,10 +209,10 @@ def assembled(
 
 
 def owners(stages: Sequence[Stage]) -> dict[str, frozenset[int]]:
-    """The stages whose forward reads each parameter and buffer."""
+    """The stages whose forward, or prologue, reads each parameter and buffer."""
     found: dict[str, set[int]] = {}
     for stage in stages:
-        for port in stage.phases[Kind.F].ports:
+        for port in (*stage.phases[Kind.P].ports, *stage.phases[Kind.F].ports):
             if port.role in (Role.PARAMETER, Role.BUFFER):
                 found.setdefault(port.name, set()).add(stage.index)
     return {name: frozenset(indices) for name, indices in found.items()}

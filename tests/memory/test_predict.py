@@ -108,7 +108,7 @@ def moments_with(pipe: zbfx.Pipeline, measured: dict[Kind, CallBytes]) -> tuple[
 
 def test_what_kernels_were_measured_to_hold_counts_while_they_run() -> None:
     pipe = shared(gpt, 2, MICROBATCHES, schedule="zb-h1")
-    hidden = {Kind.F: 10**6, Kind.B: 3 * 10**6, Kind.W: 2 * 10**6}
+    hidden = {Kind.P: 5 * 10**6, Kind.F: 10**6, Kind.B: 3 * 10**6, Kind.W: 2 * 10**6}
     found = moments_with(pipe, {kind: CallBytes(size, 10**9) for kind, size in hidden.items()})
     for before, after in zip(pipe.memory[0].moments, found, strict=True):
         assert after.left_bytes == before.left_bytes

@@ -63,3 +63,35 @@ def replicas_with_float32_gradients(rank: int) -> dict[int, Any]:
         results[zero] = (max(errors), agree, dtypes)
         step.close()
     return results
+
+
+def replicas_of_masters(rank: int) -> dict[int, Any]:
+    """By stage of ZeRO: the losses of training steps under autocast, those of evaluations after each, and what one
+    process with all batches has before the first step and after each."""
+    results: dict[int, Any] = {}
+    whole, mesh, replica = mlp(2 * M), mesh_of(2, 2), rank // 2
+    initial = copy.deepcopy(whole.model.state_dict())
+    twin = copy.deepcopy(whole)
+    plainly = torch.optim.SGD(twin.model.parameters(), lr=0.5)
+    expected = []
+    for _ in range(STEPS + 1):
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            expected.append(float(reference(twin, 2 * M, twin.model)[0]))
+        plainly.step()
+        plainly.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pipe = compiled(part(whole, 0, 2), 2, M)
+    own = part(whole, replica, 2)
+    for zero in (0, 1):
+        pipe.model.load_state_dict(initial)
+        step = pipe.bind(mesh, zero=zero)
+        optimizer = torch.optim.SGD(step.parameters(), lr=0.5)
+        losses, evaluated = [], []
+        for _ in range(STEPS):
+            losses.append(float(step(*own.inputs, *own.targets)))
+            optimizer.step()
+            optimizer.zero_grad()
+            evaluated.append(float(step.evaluate(*own.inputs, *own.targets)))
+        results[zero] = losses, evaluated, expected
+        step.close()
+    return results

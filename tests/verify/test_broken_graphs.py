@@ -25,7 +25,7 @@ from zbfx.plan import Kind
 from zbfx.verify import RULES, graph_rules, verified, verify
 
 aten = torch.ops.aten
-F, B, W = Kind.F, Kind.B, Kind.W
+P, F, B, W = Kind.P, Kind.F, Kind.B, Kind.W
 
 Broken = tuple[Any, Any]  # what a pass gave, and what it took
 
@@ -166,6 +166,14 @@ def in_phase(split: Split, name: str, kind: Kind) -> Split:
     return replace(split, phase_of={**split.phase_of, node_of(split.placed.joint.graph, name): kind})
 
 
+def kept(split: Split, name: str) -> Split:
+    """A value that each microbatch makes goes to the prologue, with all that it is made of."""
+    pending = [node_of(split.placed.joint.graph, name)]
+    for node in pending:
+        pending += [source for source in node.all_input_nodes if source in split.phase_of]
+    return replace(split, kept=frozenset(pending[:1]), phase_of={**split.phase_of, **dict.fromkeys(pending, P)})
+
+
 def written_in_a_w(split: Split) -> Split:
     joint = split.placed.joint
     value = node_of(joint.graph, "view_1")
@@ -195,6 +203,9 @@ OF_SPLITS: list[tuple[Callable[..., Any], Callable[[Split], Split]]] = [
     (graph_rules.phases_cover_the_stages, lambda split: replace(split, phase_of={})),
     (graph_rules.phases_cover_the_stages, lambda split: in_phase(split, "tanh", B)),
     (graph_rules.phases_cover_the_stages, lambda split: in_phase(split, "mm_2", Kind.BW)),
+    (graph_rules.prologues_read_no_microbatch, lambda split: in_phase(split, "addmm", P)),
+    (graph_rules.prologues_read_no_microbatch, lambda split: kept(split, "tanh")),
+    (graph_rules.prologues_read_no_microbatch, lambda split: kept(split, "clone_default_1")),
     (graph_rules.weights_come_last, lambda split: in_phase(split, "mm_2", W)),
     (graph_rules.buffers_are_written_in_order, written_in_a_w),
     (graph_rules.nothing_moves, lambda split: in_phase(split, "sum_2", B)),
@@ -270,13 +281,18 @@ OF_STAGES: list[tuple[Callable[..., Any], Callable[[], tuple[Stage, ...]]]] = [
     (graph_rules.gradients_and_updates_are_written, lambda: rewritten(W, 1, last_write_is_lost)),
     (graph_rules.gradients_and_updates_are_written, lambda: rewritten(W, 1, a_value_is_written)),
     (graph_rules.sums_are_like_parameters, lambda: rewritten(B, 0, lambda g: flat(node_of(g, "grad_1_weight")))),
-    (graph_rules.phases_are_three, lambda: with_record(1, phases={F: extracted()[1].phases[F]})),
-    (graph_rules.phases_are_three, lambda: with_record(1, phases=extracted()[2].phases)),
+    (graph_rules.phases_are_four, lambda: with_record(1, phases={F: extracted()[1].phases[F]})),
+    (graph_rules.phases_are_four, lambda: with_record(1, phases=extracted()[2].phases)),
     (graph_rules.records_cover_the_values, lambda: with_record(1, origins={})),
     (graph_rules.values_are_like_their_examples, lambda: rewritten(B, 1, lambda g: in_double(node_of(g, "tanh")))),
     (graph_rules.values_come_before_their_readers, lambda: with_origin(1, "tanh", (1, W))),
     (graph_rules.values_come_before_their_readers, lambda: with_origin(1, "getitem", (2, F))),
     (graph_rules.values_come_before_their_readers, lambda: with_origin(1, "tanh_backward", (0, B))),
+    (graph_rules.prologues_are_the_same_for_every_microbatch, lambda: extract(kept(copy_split(division()), "addmm"))),
+    (
+        graph_rules.prologues_are_the_same_for_every_microbatch,
+        lambda: extract(kept(copy_split(division()), "clone_default_1")),
+    ),
     (graph_rules.stages_are_numbered, lambda: extracted()[::-1]),
     (graph_rules.values_are_made_once_and_read, lambda: with_origin(2, "tanh_1", (0, F))),
     (graph_rules.makers_and_readers_agree, a_value_of_another_dtype),

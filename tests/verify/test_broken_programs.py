@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import fx
 
 import zbfx
@@ -39,6 +40,17 @@ def pipeline() -> zbfx.Pipeline:
 def plain() -> Compiled:
     """With programs of its own, which a test may change."""
     return rescheduled(pipeline(), 4, "zb-h1").compiled
+
+
+@functools.cache
+def cast_pipeline() -> zbfx.Pipeline:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return compiled(mixed(4), RANKS, 4, check=False)
+
+
+def cast() -> Compiled:
+    """With prologues."""
+    return rescheduled(cast_pipeline(), 4, "zb-h1").compiled
 
 
 def overlapped() -> Compiled:
@@ -138,6 +150,12 @@ def renamed(program: Program, kinds: dict[str, Kind]) -> None:
             node.meta["action"] = replace(node.meta["action"], kind=kind)
 
 
+def prologue_of_another_microbatch(program: Program) -> None:
+    node = node_of(program, "P1_0")
+    node.update_arg(0, node_of(program, "microbatch_1"))
+    node.meta["action"] = Action(Kind.P, 1, 1)
+
+
 def joined_without_values(program: Program) -> None:
     node = uses(program, join)[0]
     node.args = node.args[:-1]
@@ -213,6 +231,8 @@ BROKEN: list[tuple[Callable[..., Any], Callable[[], Compiled], int, Mutation]] =
     (program_rules.calls_pack_their_phase, plain, 1, a_result_is_lost),
     (program_rules.calls_pack_their_phase, plain, 1, a_value_is_not_asked_for),
     (program_rules.actions_come_in_turn, plain, 1, lambda p: renamed(p, {"B1": W, "W1": B})),
+    (program_rules.prologues_run_once, cast, 1, lambda p: repeated(p, node_of(p, "P1_0"))),
+    (program_rules.prologues_run_once, cast, 1, prologue_of_another_microbatch),
     (program_rules.microbatches_are_alike, plain, 1, lambda p: erased(p, node_of(p, "W1_3"))),
     (program_rules.microbatches_are_alike, plain, 1, lambda p: repeated(p, node_of(p, "W1_3"))),
     (program_rules.calls_beside_are_joined, overlapped, 1, lambda p: erased(p, uses(p, join)[0])),

@@ -119,7 +119,7 @@ def stage_terms(stage: Stage, hardware: Hardware) -> dict[str, Any]:
     def phase_s(kind: Kind) -> Any:
         return total(node_s(node, hardware, expression) for node in stage.phases[kind].module.graph.nodes)
 
-    forward_s, input_s, weight_s = map(phase_s, (Kind.F, Kind.B, Kind.W))
+    prologue_s, forward_s, input_s, weight_s = map(phase_s, (Kind.P, Kind.F, Kind.B, Kind.W))
     return {
         "forward_s": forward_s,
         "backward_input_s": input_s,
@@ -128,6 +128,7 @@ def stage_terms(stage: Stage, hardware: Hardware) -> dict[str, Any]:
         "saved_bytes": stage.saved_bytes,
         "weight_saved_bytes": stage.weight_saved_bytes,
         "static_bytes": stage_static_bytes(stage),
+        "prologue_s": prologue_s,
     }
 
 
@@ -139,8 +140,8 @@ def total(terms: Iterable[Any]) -> Any:
     return sum(numbers)
 
 
-def stage_static_bytes(stage: Stage) -> int:
-    """Bytes of the stage's parameters and of the gradients that it accumulates."""
+def stage_static_bytes(stage: Stage) -> Any:
+    """Bytes of the stage's parameters, of the gradients that it accumulates, and of what its prologue keeps."""
     sums = {name: t for phase in stage.phases.values() for name, t in phase.sums.items()}
     parameters = sums | {
         port.name: node.meta["val"]
@@ -148,7 +149,8 @@ def stage_static_bytes(stage: Stage) -> int:
         for port, node in zip(phase.ports, phase.module.graph.find_nodes(op="placeholder"), strict=False)
         if port.role is Role.PARAMETER
     }
-    return sum(tensor.numel() * tensor.element_size() for tensor in (*parameters.values(), *sums.values()))
+    own = sum(tensor.numel() * tensor.element_size() for tensor in (*parameters.values(), *sums.values()))
+    return own + stage.kept_bytes
 
 
 def edges(stages: Sequence[Stage], hardware: Hardware) -> tuple[tuple[int, int, Any, Any], ...]:

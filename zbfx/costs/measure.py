@@ -235,6 +235,7 @@ def measured_stages(
             forward_s=seconds.get((index, Kind.F), 0.0),
             backward_input_s=seconds.get((index, Kind.B), 0.0),
             backward_weight_s=seconds.get((index, Kind.W), 0.0),
+            prologue_s=seconds.get((index, Kind.P), 0.0),
             beside_s=None,
         )
         if (index, BESIDE) in pairs:

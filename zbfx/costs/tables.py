@@ -4,10 +4,10 @@
      "t_comm": 0.1, "placement": [0, 1, ...]}
 
 Times in any one unit, memory in any other. A stage may add `t_bw` (the fused backward, by default `t_b + t_w`),
-`t_beside` (B with a W beside it on a second stream) and `static` (held through the whole step, by default 0). `t_comm`
-is one number or one per stage boundary, by default 0; `placement` names each stage's rank, by default its own. In
-place of `t_comm`, `edges` lists `{"source": 0, "target": 2, "t_f": 0.1, "t_b": null}`: values may skip stages, null
-means that nothing is sent."""
+`t_beside` (B with a W beside it on a second stream), `t_p` (the prologue, once a step, by default 0) and `static` (held
+through the whole step, by default 0). `t_comm` is one number or one per stage boundary, by default 0; `placement` names
+each stage's rank, by default its own. In place of `t_comm`, `edges` lists `{"source": 0, "target": 2, "t_f": 0.1,
+"t_b": null}`: values may skip stages, null means that nothing is sent."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ STAGE_KEYS = {
     "static": "static_bytes",
     "t_bw": "backward_s",
     "t_beside": "beside_s",
+    "t_p": "prologue_s",
 }
 REQUIRED_STAGE_KEYS = ("t_f", "t_b", "t_w")
 EDGE_KEYS = ("source", "target", "t_f", "t_b")

@@ -190,9 +190,10 @@ def call_effect(
 
 
 def kept_storages(stage: Stage, kind: Kind) -> set[str]:
-    """The storages that phases of the stage read after this one."""
-    later = {Kind.F: (Kind.B, Kind.W), Kind.B: (Kind.W,), Kind.W: ()}[kind]
-    return {stage.storages[name][0] for after in later for name in stage.phases[after].values}
+    """The storages that phases of the stage read after this one, those that its prologue keeps included."""
+    later = {Kind.P: (), Kind.F: (Kind.B, Kind.W), Kind.B: (Kind.W,), Kind.W: ()}[kind]
+    names = stage.kept.union(*(stage.phases[after].values for after in later))
+    return {stage.storages[name][0] for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,14 +218,18 @@ def reading(stage: Stage, kind: Kind, granule: int = 1) -> Reading:
 
 def transient_bytes(stage: Stage) -> int:
     """The most bytes that one action of a stage, or its fused backward, needs beside M_B of its microbatch. This is an
-    upper bound: all messages of the stage count as if they were on their way at once."""
+    upper bound: all messages of the stage count as if they were on their way at once. A prologue has no microbatch yet,
+    and what it keeps is held throughout."""
     live: set[str] = set()
     excess = [0]
     for kind, phase in stage.phases.items():
-        live |= set(phase.values)
+        live |= set(phase.values) - stage.kept
         kept = kept_storages(stage, kind)
         read = reading(stage, kind)
         effect = call_effect(lifetimes(phase), read.groups, read.owned, read.sizes)
+        if kind is Kind.P:
+            excess.append(phase.most_bytes(effect.peak) - stage.kept_bytes)
+            continue
         excess.append(stage.stored_bytes(live) + phase.most_bytes(effect.peak) - stage.saved_bytes)
         live |= set(phase.results)
         live = {name for name in live if stage.storages[name][0] in kept}

@@ -25,6 +25,7 @@ from zbfx.program import streams
 from zbfx.program.calls import AddToGradient, Gradient, PartialSum, PhaseCall
 from zbfx.program.codegen import Program
 from zbfx.schedule.schedule import Schedule
+from zbfx.timing.prologues import prologue_spans
 from zbfx.trace.signature import Signature
 
 CONNECTIONS_BYTES = 2**28  # of a GPU, for inboxes and NCCL's buffers, which come after the plan
@@ -193,8 +194,10 @@ def timed(schedule: Schedule, ranks: Sequence[RankMemory]) -> Schedule:
 
 def curve(schedule: Schedule, memory: RankMemory) -> tuple[tuple[float, float], ...]:
     """(seconds, bytes held from then on): an action's most while it runs, what it leaves once it has ended."""
-    spans_s: dict[Action, tuple[float, float]] = {}
-    for span in schedule.spans[memory.rank]:
+    rank, start_s = memory.rank, min((span.start_s for span in schedule.spans[memory.rank][:1]), default=0.0)
+    spans_s = {Action(Kind.P, stage, 0): (start_s, start_s) for stage in schedule.costs.stages_of(rank)}
+    spans_s |= {span.action: (span.start_s, span.end_s) for span in prologue_spans(schedule, rank)}
+    for span in schedule.spans[rank]:
         begin_s, end_s = span.start_s, span.end_s
         for part in parts(span.action):
             cost = schedule.costs.stages[part.stage]

@@ -170,8 +170,10 @@ class Readers:
 
 
 def bundles_of(stage: Stage, readers: Readers) -> dict[Kind, list[tuple[str, ...]]]:
-    """For F and B of a stage, the values that no other stage reads, bundled by the phase that reads them last."""
-    bundles: dict[Kind, list[tuple[str, ...]]] = {Kind.W: []}
+    """For F and B of a stage, the values that no other stage reads, bundled by the phase that reads them last; all that
+    its prologue keeps in one."""
+    kept = stage.phases[Kind.P].results
+    bundles: dict[Kind, list[tuple[str, ...]]] = {Kind.P: [kept] if kept else [], Kind.W: []}
     last_reader = {name: kind for kind in (Kind.B, Kind.W) for name in stage.phases[kind].values}
     for maker in (Kind.F, Kind.B):
         own = [name for name in stage.phases[maker].results if readers.stages[name] <= {stage.index}]

@@ -1,4 +1,5 @@
 """Stages and a Schedule -> one Program per rank: a flat fx graph of compute, receive and send, in order.
+A program begins with the prologues of the rank's stages, whose values live to the end of the step.
 For each action of the rank's order the program receives what other ranks made for it, calls the stage's phase, and
 sends what other ranks need. Receives are posted one action ahead, on each channel in the order in which the other side
 sends. A sent message is let go once the plan says that it has arrived. A value dies after its last use: fx writes that
@@ -116,7 +117,8 @@ class Whole:
 
 
 class RankProgram:
-    """Builds the graph of one rank. `values` maps (value or bundle, microbatch) to the node that holds it."""
+    """Builds the graph of one rank. `values` maps (value or bundle, microbatch) to the node that holds it. What a
+    prologue makes is of no microbatch: None."""
 
     def __init__(self, whole: Whole, rank: int, reductions: RankReductions | None) -> None:
         self.whole, self.stages, self.rank = whole, whole.stages, rank
@@ -130,7 +132,8 @@ class RankProgram:
         own = [stage for stage in self.stages if schedule.costs.placement[stage.index] == rank]
         self.last = [port for stage in own for phase in stage.phases.values() for port in phase.last]
         self.microbatches = [self.nodes.graph.placeholder(f"microbatch_{k}") for k in range(schedule.microbatches)]
-        self.values: dict[tuple[Item, int], fx.Node] = {}
+        self.values: dict[tuple[Item, int | None], fx.Node] = {}
+        self.kept: dict[int, tuple[Item, ...]] = {}  # by stage, the bundles of its prologue
         self.part = RankChain(whole.chain, whole.unfused, self.incoming, rank)
         self.relay = Relay(self.nodes, self.part)
         buckets = None if reductions is None else [bucket for bucket in reductions.buckets if bucket.shared]
@@ -145,18 +148,20 @@ class RankProgram:
         sent = by_action((message.ends[0], message) for message in self.outgoing)
         received = by_action((message.ends[1], message) for message in self.incoming)
         calls = reductions.calls(self.order, self.stages)
-        starts, reads = reductions.starts(calls), reductions.reads(calls)
+        starts, reads = reductions.starts(calls), reductions.reads(calls, self.stages)
         for bucket in (bucket for position in sorted(reads) for bucket in reads[position]):
             nodes.gather(bucket)
         final: dict[Action, list[Bucket]] = defaultdict(list)  # by the action that completes the gradients
         whole = len(self.order) - reductions.trailing  # the calls before the Ws in pieces; no message is let go later
         for position, (action, phase) in enumerate(calls):
             self.come_to(position, posts, releases[position] if position < whole else ())
+            for bucket in reads.get(position, ()):
+                nodes.gathered(bucket)
+            if not position:
+                self.run_prologues()
             joins = self.fork(self.guests[action]) if action in self.guests else ()
             for message in received[action]:
                 self.unpack(nodes.receive(message), message.names, action.microbatch)
-            for bucket in reads.get(position, ()):
-                nodes.gathered(bucket)
             if action not in self.beside and not phase.is_empty:
                 call = self.call_of(phase)
                 self.unpack(self.call_phase(action, phase.name, call), call.returned, action.microbatch)
@@ -178,6 +183,16 @@ class RankProgram:
         module = nodes.module(f"Rank{self.rank}", [*own.values(), *self.summary])
         results = (*own, *(Result(name, None) for name in names[: len(self.summary)]))
         return Program(self.rank, module, nodes.messages, part, results, reductions.buckets, self.verdict)
+
+    def run_prologues(self) -> None:
+        """Make what the rank's stages keep: before the verdict on an optimizer step, if forwards are, and again with
+        them where that was wrong."""
+        for stage in (self.stages[index] for index in self.whole.schedule.costs.stages_of(self.rank)):
+            phase = stage.phases[Kind.P]
+            if not phase.is_empty:
+                call = self.call_of(phase)
+                self.kept[stage.index] = call.returned
+                self.unpack(self.call_phase(Action(Kind.P, stage.index, 0), phase.name, call), call.returned, None)
 
     def releases(self) -> dict[int, list[Message]]:
         releases = release_positions(self.outgoing, self.order, self.whole.unfused.start_s)
@@ -236,7 +251,8 @@ class RankProgram:
     def call_phase(self, action: Action, module: str, call: PhaseCall) -> fx.Node:
         """A node that runs a phase for the action's microbatch, through the module of this name."""
         k = action.microbatch
-        args = (self.microbatches[k], *(self.values[item, k] for item in call.arguments))
+        kept = self.kept.get(action.stage, ())
+        args = (self.microbatches[k], *(self.values[item, None if item in kept else k] for item in call.arguments))
         node = self.nodes.graph.create_node("call_module", module, args, name=f"{call.phase.name}_{k}")
         node.meta["action"] = action
         return node
@@ -251,13 +267,12 @@ class RankProgram:
         self.nodes.modules[phase.name] = call
         return call
 
-    def unpack(self, node: fx.Node, items: Sequence[Item], microbatch: int) -> None:
+    def unpack(self, node: fx.Node, items: Sequence[Item], microbatch: int | None) -> None:
         for index, item in enumerate(items):
-            name = (
-                f"{item}_m{microbatch}"
-                if isinstance(item, str)
-                else f"{node.name}_for_{self.whole.readers.last(item[0])}"
-            )
+            if isinstance(item, str):
+                name = f"{item}_m{microbatch}"
+            else:
+                name = f"{node.name}_" + ("kept" if microbatch is None else f"for_{self.whole.readers.last(item[0])}")
             value = self.nodes.graph.create_node("call_function", operator.getitem, (node, index), name=name)
             self.values[item, microbatch] = value
 

@@ -69,11 +69,16 @@ class RankReductions:
         """These buckets with ZeRO-1: their parameters are collected from the replicas."""
         return replace(self, shards=self.buckets)
 
-    def reads(self, calls: Sequence[tuple[Action, Phase]]) -> dict[int, list[Bucket]]:
-        """By position of the call, the shards that must be collected before it."""
+    def reads(self, calls: Sequence[tuple[Action, Phase]], stages: Sequence[Stage]) -> dict[int, list[Bucket]]:
+        """By position of the call, the shards that must be collected before it: before the first what prologues
+        read."""
         found: dict[int, list[Bucket]] = defaultdict(list)
+        early = {name for stage in {a.stage for a, _ in calls} for name in stages[stage].phases[Kind.P].parameters}
         for bucket in self.shards:
             names = set(bucket.names)
+            if names & early:
+                found[0].append(bucket)
+                continue
             first = next((k for k, (_, phase) in enumerate(calls) if names & set(phase.parameters)), 0)
             found[first].append(bucket)
         return found

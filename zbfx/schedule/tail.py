@@ -185,7 +185,8 @@ def arrivals(schedule: Schedule, rank: int) -> dict[Action, float]:
 def retimed(schedule: Schedule, order: Sequence[Action], arrival: Mapping[Action, float]) -> Timed:
     """The times of an order with some Ws put off. Values from other ranks arrive as in the schedule: a later W delays
     nothing that another rank waits for."""
-    timed, clock_s = [], 0.0
+    rank = schedule.costs.placement[order[0].stage]
+    timed, clock_s = [], schedule.spans[rank][0].start_s
     for action in order:
         start_s = max(clock_s, arrival.get(action, 0.0))
         clock_s = start_s + float(schedule.costs.stages[action.stage].seconds(action.kind))

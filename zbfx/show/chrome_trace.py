@@ -13,6 +13,7 @@ from zbfx.plan import Span, Timetable, parts
 from zbfx.timing.critical import Spans
 from zbfx.timing.fillers import Curve
 from zbfx.timing.idle import memory_of
+from zbfx.timing.prologues import without_prologues
 from zbfx.timing.sources import Sources
 from zbfx.timing.two_streams import as_they_run
 
@@ -61,7 +62,7 @@ def slice_of(span: Span) -> Event:
 
 def arrows(schedule: Timetable, pid: int, ranks: Spans) -> Iterator[Event]:
     """From each action to those of other ranks that take its results."""
-    sources, number = Sources(schedule.costs), 0
+    sources, number, ranks = Sources(schedule.costs), 0, without_prologues(ranks)
     made_by = {part: (rank, span) for rank, row in enumerate(ranks) for span in row for part in parts(span.action)}
     for rank, row in enumerate(ranks):
         for span in row:

@@ -11,7 +11,13 @@ from collections.abc import Mapping
 from zbfx.plan import Action, CostTable, Kind
 from zbfx.timing.idle import Cause
 
-FILLS: Mapping[Kind, str] = {Kind.F: "#56b4e9", Kind.B: "#e69f00", Kind.W: "#009e73", Kind.BW: "#cc79a7"}
+FILLS: Mapping[Kind, str] = {
+    Kind.P: "#332288",
+    Kind.F: "#56b4e9",
+    Kind.B: "#e69f00",
+    Kind.W: "#009e73",
+    Kind.BW: "#cc79a7",
+}
 
 IDLE_FILLS: Mapping[Cause, str] = {
     Cause.DEPENDENCY: "#999999",

@@ -21,6 +21,7 @@ from zbfx.show.explain import Account
 from zbfx.show.palette import FILLS
 from zbfx.show.units import amount, duration, ticks, time_unit
 from zbfx.timing.idle import memory_of
+from zbfx.timing.prologues import prologue_spans
 from zbfx.timing.simulate import simulate
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ def time_rows(schedule: Timetable, width: int) -> list[TextLine]:
     label = labeller(schedule)
     scale = characters_per_second(schedule, width)
     rows = []
-    for rank, spans in enumerate(schedule.spans):
+    for rank, ordered in enumerate(schedule.spans):
+        spans = (*prologue_spans(schedule, rank), *ordered)
         line: TextLine = [(rank_name(rank, schedule), None)]
         drawn = 0
         for span in spans:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from zbfx.plan import CostTable, Span, parts
+from zbfx.timing.prologues import without_prologues
 from zbfx.timing.sources import Sources
 
 Spans = Sequence[Sequence[Span]]  # per rank, sorted by start
@@ -19,6 +20,8 @@ Spans = Sequence[Sequence[Span]]  # per rank, sorted by start
 
 def longest_rank(ranks: Spans) -> int:
     """The rank whose first start and last end are farthest apart; of several, the one that is busy for longest."""
+
+    ranks = without_prologues(ranks)
 
     def extent(rank: int) -> tuple[float, float]:
         spans = ranks[rank]
@@ -31,7 +34,7 @@ def longest_rank(ranks: Spans) -> int:
 def critical_path(costs: CostTable, ranks: Spans) -> tuple[Span, ...]:
     """The chain that ends with the last action of the longest rank, first to last. Each action waited for the one
     before it: the one that its rank ran before, or one whose result it needs, whichever let it start later."""
-    sources = Sources(costs)
+    sources, ranks = Sources(costs), without_prologues(ranks)
     made_by = {part: span for row in ranks for span in row for part in parts(span.action)}
     before = {later.action: sooner for row in ranks for sooner, later in pairwise(row)}
     path: list[Span] = []

@@ -47,7 +47,7 @@ def on_common_tick(costs: CostTable) -> CostTable:
     """The costs with all times rounded down to multiples of one tick, a billionth of the longest action; as they are
     where their own ticks are no finer. No schedule costs more under the result. Measured seconds of 17 digits would
     make numbers so large that bounds give up, and sums that ought to be equal unequal."""
-    times = [exact_seconds(stage, kind) for stage in costs.stages for kind in KINDS]
+    times = [exact_seconds(stage, kind) for stage in costs.stages for kind in (*KINDS, Kind.P)]
     lags = [exact(lag) for edge in costs.edges for lag in (edge.forward_s, edge.backward_s) if lag is not None]
     longest = max(times)
     if longest * lcm(1, *(time.denominator for time in (*times, *lags))) <= MOST_TICKS_OF_ACTION:
@@ -59,7 +59,7 @@ def on_common_tick(costs: CostTable) -> CostTable:
 
     def stage_down(stage: StageCost) -> StageCost:
         whole = exact_seconds(stage, Kind.BW)
-        names = ("forward_s", "backward_input_s", "backward_weight_s")
+        names = ("forward_s", "backward_input_s", "backward_weight_s", "prologue_s")
         apart = {name: cast(Fraction, down(getattr(stage, name))) for name in names}
         return replace(stage, **apart, backward_s=None if stage.backward_s is None else down(whole))
 
@@ -72,7 +72,8 @@ class Instance:
     """One planning problem in integers; `S` stages, `m` microbatches, `p` ranks. The group of an action is
     `kind * S + stage`, its code `group * m + microbatch`. `ticks[group]` is how long it takes, `grows[group]` what it
     adds to its rank's memory, `sources[group]` whose outputs it waits for. Others find its result under
-    `output[group]`: its own group, but for a fused backward BW that of its B."""
+    `output[group]`: its own group, but for a fused backward BW that of its B. `prologue[rank]` is how many ticks the
+    prologues of a rank's stages take."""
 
     stage_count: int
     rank_count: int
@@ -85,6 +86,7 @@ class Instance:
     static: tuple[int, ...]  # memory units per rank, through the whole step; room for one action's transients included
     ticks_per_s: int
     units_per_byte: int
+    prologue: tuple[int, ...]
 
     def seconds(self, ticks: int) -> float:
         return ticks / self.ticks_per_s
@@ -146,7 +148,8 @@ def instance(costs: CostTable, microbatches: int) -> Instance:
     times = [[exact_seconds(stage, kind) for stage in stages] for kind in KINDS]
     forward = [0 if edge.forward_s is None else edge.forward_s for edge in costs.edges]
     backward = [0 if edge.backward_s is None else edge.backward_s for edge in costs.edges]
-    (*kinds, forward_ticks, backward_ticks), ticks_per_s = _scaled([*times, forward, backward])
+    once = [stage.prologue_s for stage in stages]
+    (*kinds, once_ticks, forward_ticks, backward_ticks), ticks_per_s = _scaled([*times, once, forward, backward])
     sizes = ("saved_bytes", "weight_saved_bytes", "static_bytes", "transient_bytes")
     columns = [[getattr(stage, name) for stage in stages] for name in sizes]
     (saved, weight_saved, static, transient), units_per_byte = _scaled(columns)
@@ -182,6 +185,7 @@ def instance(costs: CostTable, microbatches: int) -> Instance:
         ),
         ticks_per_s=ticks_per_s,
         units_per_byte=units_per_byte,
+        prologue=tuple(sum(once_ticks[s] for s in costs.stages_of(rank)) for rank in range(costs.rank_count)),
     )
 
 

@@ -17,6 +17,7 @@ from enum import StrEnum
 from zbfx.plan import Action, CostTable, Kind, Span, Timetable, parts
 from zbfx.timing.critical import Spans
 from zbfx.timing.fillers import Curve, Filler, ready_times
+from zbfx.timing.prologues import without_prologues
 from zbfx.timing.simulate import simulate
 from zbfx.timing.sources import Sources
 from zbfx.timing.two_streams import as_they_run, iteration_s
@@ -69,8 +70,9 @@ def idle_times(
     """Per rank its idle time, from its first start for one iteration time, in order.
 
     `ranks` are the spans of each rank, sorted by start. `limits` are bytes per rank, and `memory` what each holds, on
-    the clock of the spans; without either nothing idles for a memory limit."""
-    sources = Sources(costs)
+    the clock of the spans; without either nothing idles for a memory limit. Prologues, before the first start, count
+    for nothing."""
+    sources, ranks = Sources(costs), without_prologues(ranks)
     ready_s = ready_times(sources, ranks)
     held = memory or [()] * len(ranks)
     able = [

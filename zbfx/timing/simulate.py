@@ -67,13 +67,17 @@ class Timeline:
 
 
 def timeline(problem: Instance, orders: Sequence[Sequence[int]]) -> Timeline | None:
-    """The timed schedule of coded orders, or None if some ranks wait for one another for ever."""
+    """The timed schedule of coded orders, or None if some ranks wait for one another for ever. All times are late
+    enough for each rank to run the prologues of its stages before."""
     result = longest_paths(problem, orders)
     if not result.complete:
         return None
     m, ticks = problem.microbatches, problem.ticks
+    early = [once - begun[0] for once, begun in zip(problem.prologue, result.starts, strict=True) if begun]
+    lead = max([0, *early])
     spans, peaks = [], []
-    for order, view, starts in zip(orders, problem.decode(orders), result.starts, strict=True):
+    for order, view, begun in zip(orders, problem.decode(orders), result.starts, strict=True):
+        starts = [start + lead for start in begun] if lead else begun
         ends = [start + ticks[code // m] for start, code in zip(starts, order, strict=True)]
         spans.append(SpanView(view, in_seconds(starts, problem.ticks_per_s), in_seconds(ends, problem.ticks_per_s)))
         peaks.append(peak_units(problem, order))

@@ -9,10 +9,12 @@ Source  ours.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zbfx.plan import Action, CostTable, Kind, Number, Span, Timetable, parts
+from zbfx.timing.prologues import prologue_spans, without_prologues
 from zbfx.timing.sources import sources_of
+from zbfx.timing.views import KINDS
 
 Pairs = Mapping[Action, Action]  # each W and the B that it runs beside
 
@@ -26,8 +28,10 @@ class Arrangement:
 
 
 def iteration_s(ranks: Sequence[Sequence[Span]]) -> float:
-    """The longest rank's time from its first start to its last end. The spans of a rank are sorted by start."""
-    return max((max(span.end_s for span in spans) - spans[0].start_s for spans in ranks if spans), default=0.0)
+    """The longest rank's time from its first start to its last end, prologues left out. The spans of a rank are sorted
+    by start."""
+    lasting = (max(span.end_s for span in spans) - spans[0].start_s for spans in without_prologues(ranks) if spans)
+    return max(lasting, default=0.0)
 
 
 def peak_bytes(order: Sequence[Action], costs: CostTable, pairs: Pairs) -> Number:
@@ -65,11 +69,12 @@ def expected(costs: CostTable, ranks: Sequence[Arrangement]) -> tuple[tuple[Span
     """When every action runs; the spans of a rank are sorted by start. A paired W starts as soon as its rank is free,
     and has the device to itself while its B waits for input."""
     guests = {host: guest for rank in ranks for guest, host in rank.pairs.items()}
-    needed = {(kind, stage): sources_of(kind, stage, costs) for kind in Kind for stage in range(len(costs.stages))}
+    needed = {(kind, stage): sources_of(kind, stage, costs) for kind in KINDS for stage in range(len(costs.stages))}
     ends: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in ranks]
     queues = [[action for action in rank.order if action not in rank.pairs] for rank in ranks]
-    positions, clocks = [0] * len(ranks), [0.0] * len(ranks)
+    lead_s = max(map(costs.prologue_s, range(costs.rank_count)))
+    positions, clocks = [0] * len(ranks), [lead_s] * len(ranks)
     progress = True
     while progress:
         progress = False
@@ -99,11 +104,14 @@ def expected(costs: CostTable, ranks: Sequence[Arrangement]) -> tuple[tuple[Span
 
 
 def as_they_run(schedule: Timetable) -> tuple[Sequence[Span], ...]:
-    """When the actions of a schedule run, Ws beside Bs included. Without these: its `spans`."""
-    if not schedule.beside:
-        return schedule.spans
-    guests = dict(schedule.beside)
-    orders = [tuple(part for action in order for part in parts(action)) for order in schedule.ranks]
-    return expected(
-        schedule.costs, [Arrangement(order, {a: guests[a] for a in order if a in guests}) for order in orders]
-    )
+    """When prologues and the actions of a schedule run, Ws beside Bs included. Without either: its `spans`."""
+    spans: tuple[Sequence[Span], ...] = schedule.spans
+    if schedule.beside:
+        guests = dict(schedule.beside)
+        orders = [tuple(part for action in order for part in parts(action)) for order in schedule.ranks]
+        spans = expected(
+            schedule.costs, [Arrangement(order, {a: guests[a] for a in order if a in guests}) for order in orders]
+        )
+    timed = replace(schedule, spans=spans)
+    before = [prologue_spans(timed, rank) for rank in range(len(spans))]
+    return tuple((*early, *row) for early, row in zip(before, spans, strict=True)) if any(before) else spans

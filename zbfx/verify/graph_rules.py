@@ -18,7 +18,8 @@ from zbfx.passes.nodes import expression, is_random, storage_owner, tensors
 from zbfx.plan import Kind
 from zbfx.verify.problems import Problem, Problems, RuleTable, alike, distinct, each, equal, in_order, outputs_of
 
-PHASES = (Kind.F, Kind.B, Kind.W)
+PHASES = (Kind.P, Kind.F, Kind.B, Kind.W)
+UNCHANGING = (Role.PARAMETER, Role.BUFFER, Role.CONSTANT)
 INPUTS = (Role.PARAMETER, Role.BUFFER, Role.CONSTANT, Role.INPUT, Role.LOSS_GRADIENT)
 OUTPUTS = (Role.LOSS, Role.COUNT, Role.METRIC, Role.OUTPUT, Role.GRADIENT, Role.BUFFER_UPDATE)
 SOURCES = {Role.GRADIENT: Role.PARAMETER, Role.BUFFER_UPDATE: Role.BUFFER}
@@ -185,12 +186,30 @@ def stageless_nodes_need_no_stage(placed: Placed) -> Problems:
 
 
 def phases_cover_the_stages(split: Split) -> Problems:
-    """What has a stage has a phase: F if it is forward, else B or W."""
+    """What has a stage has a phase: P or F if it is forward, else B or W."""
     forward = set(split.placed.line.forward)
     yield from alike("nodes with a phase", split.placed.stage_of, split.phase_of)
     for node, kind in split.phase_of.items():
-        if kind not in ((Kind.F,) if node in forward else (Kind.B, Kind.W)):
-            yield Problem(node, "F" if node in forward else "B or W", kind)
+        if kind not in ((Kind.P, Kind.F) if node in forward else (Kind.B, Kind.W)):
+            yield Problem(node, "P or F" if node in forward else "B or W", kind)
+
+
+def prologues_read_no_microbatch(split: Split) -> Problems:
+    """What prologues make depends on inputs that no microbatch changes, and on nothing else; it is not random."""
+    joint = split.placed.joint
+    ports, written = joint.input_ports(), {p.name for p in joint.outputs if p.role is Role.BUFFER_UPDATE}
+    pending = [*split.kept, *(node for node, kind in split.phase_of.items() if kind is Kind.P)]
+    seen = set(pending)
+    for node in pending:  # grows
+        if node in ports and (ports[node].role not in UNCHANGING or ports[node].name in written):
+            yield Problem("what prologues read", f"a {listed(UNCHANGING)} that is not written", ports[node])
+        if split.phase_of.get(node, Kind.P) is not Kind.P or is_random(node):
+            yield Problem(
+                f"{node}, in a prologue", "no stage's own, and not random", split.phase_of.get(node, "random")
+            )
+        new = [source for source in node.all_input_nodes if source not in seen]
+        seen.update(new)
+        pending += new
 
 
 def weights_come_last(split: Split) -> Problems:
@@ -211,12 +230,14 @@ def buffers_are_written_in_order(split: Split) -> Problems:
 
 
 def nothing_moves(given: Split, split: Split) -> Problems:
-    """Recomputation adds copies: everything else stays in its stage and its phase."""
+    """Recomputation adds copies, prologues take what is forward: everything else stays in its stage and its phase."""
     before, after = (
-        {node.name: f"{kind}{one.placed.stage_of[node]}" for node, kind in one.phase_of.items()}
-        for one in (given, split)
+        {node.name: (one.placed.stage_of[node], kind) for node, kind in one.phase_of.items()} for one in (given, split)
     )
-    return each(equal(name, place, after.get(name)) for name, place in before.items())
+    for name, (stage, kind) in before.items():
+        allowed = [(stage, kind), (stage, Kind.P)] if kind is Kind.F else [(stage, kind)]
+        if after.get(name) not in allowed:
+            yield Problem(name, f"{kind}{stage}", after.get(name))
 
 
 # The graph of a phase, and how it is called.
@@ -286,8 +307,8 @@ def sums_are_like_parameters(phase: Phase) -> Problems:
         yield from equal(f"the sum of {name}'s gradient in {phase.name}", expected, found)
 
 
-def phases_are_three(stage: Stage) -> Problems:
-    """A stage has an F, a B and a W."""
+def phases_are_four(stage: Stage) -> Problems:
+    """A stage has a P, an F, a B and a W."""
     found = [(kind, phase.kind, phase.stage) for kind, phase in stage.phases.items()]
     return alike(f"the phases of stage {stage.index}", [(kind, kind, stage.index) for kind in PHASES], found)
 
@@ -307,8 +328,8 @@ def values_are_like_their_examples(stage: Stage) -> Problems:
 
 
 def values_come_before_their_readers(stage: Stage) -> Problems:
-    """A phase reads values of earlier phases of its stage, of Fs of earlier stages, and, if it is no F, of Bs of later
-    ones and of any F."""
+    """A phase reads values of earlier phases of its stage, of Fs of earlier stages, and, if it is a B or W, of Bs of
+    later ones and of any F."""
     for kind, phase in stage.phases.items():
         for name in phase.values:
             source, maker = stage.origins[name]
@@ -320,6 +341,21 @@ def values_come_before_their_readers(stage: Stage) -> Problems:
                 there = maker is Kind.F or (maker is Kind.B and source > stage.index)
             if not there:
                 yield Problem(f"{name} in {phase.name}", "a value that is there by then", f"one of {maker}{source}")
+
+
+def prologues_are_the_same_for_every_microbatch(stage: Stage) -> Problems:
+    """A prologue reads parameters, constants, and buffers that no phase of the stage writes; it adds to no gradient,
+    draws no random numbers and returns nothing for the user."""
+    phase = stage.phases[Kind.P]
+    written = {name for other in stage.phases.values() for name in other.updates}
+    yield from (
+        Problem(f"an argument of {phase.name}", f"a {listed(UNCHANGING)} that is not written", port)
+        for port in phase.ports
+        if port.role not in UNCHANGING or port.name in written
+    )
+    yield from alike(f"other arguments of {phase.name}", (), (*phase.values, *phase.gradients))
+    yield from alike(f"what {phase.name} returns for the user", (), phase.last)
+    yield from equal(f"random numbers in {phase.name}", False, phase.is_random)
 
 
 # All stages together.
@@ -403,7 +439,12 @@ PLACED: RuleTable = (
     values_reach_their_readers,
     stageless_nodes_need_no_stage,
 )
-SPLIT: RuleTable = (phases_cover_the_stages, weights_come_last, buffers_are_written_in_order)
+SPLIT: RuleTable = (
+    phases_cover_the_stages,
+    prologues_read_no_microbatch,
+    weights_come_last,
+    buffers_are_written_in_order,
+)
 SPLIT_KEPT: RuleTable = (nothing_moves,)
 PHASE: RuleTable = (
     phase_is_in_order,
@@ -413,10 +454,11 @@ PHASE: RuleTable = (
     sums_are_like_parameters,
 )
 STAGE: RuleTable = (
-    phases_are_three,
+    phases_are_four,
     records_cover_the_values,
     values_are_like_their_examples,
     values_come_before_their_readers,
+    prologues_are_the_same_for_every_microbatch,
 )
 STAGES: RuleTable = (
     stages_are_numbered,

@@ -21,7 +21,7 @@ from zbfx.program.messages import TensorLayout, layout_of
 from zbfx.program.streams import Beside, join
 from zbfx.schedule.schedule import Schedule
 from zbfx.verify.graph_rules import PHASES, crossing
-from zbfx.verify.problems import Problem, Problems, RuleTable, alike, each, equal, in_order, outputs_of
+from zbfx.verify.problems import Problem, Problems, RuleTable, alike, distinct, each, equal, in_order, outputs_of
 
 INCOMING, OUTGOING = [ops.post, ops.receive], [ops.send, ops.release]
 SUMMED, COLLECTED = [ops.reduce, ops.reduced], [ops.gather, ops.gathered]
@@ -63,26 +63,38 @@ class CallNode(NamedTuple):
 @dataclass(frozen=True)
 class Flow:
     """A program as its rules read it: the calls of its phases, which value or bundle of which microbatch a node holds,
-    and, by key and in order, what it does with messages and with buckets. `place` counts nodes."""
+    and, by key and in order, what it does with messages and with buckets. `place` counts nodes. What a prologue keeps
+    is of no microbatch: None."""
 
     program: Program
     place: Mapping[fx.Node, int]
     calls: tuple[CallNode, ...]
-    holds: Mapping[Any, tuple[Item, int]]
+    holds: Mapping[Any, tuple[Item, int | None]]
     messages: Mapping[str, list[fx.Node]]
     buckets: Mapping[str, list[fx.Node]]
     microbatches: tuple[fx.Node, ...]
+
+    @property
+    def ordered(self) -> list[CallNode]:
+        """The calls of phases that belong to a microbatch."""
+        return [call for call in self.calls if call.action.kind is not Kind.P]
+
+    def kept(self, stage: int) -> set[Item]:
+        """What the prologue of a stage gives to all its other calls."""
+        prologues = (call for call in self.calls if call.action.kind is Kind.P and call.action.stage == stage)
+        return {item for call in prologues for item in call.module.returned}
 
     @classmethod
     def of(cls, program: Program) -> Flow:
         place = {node: k for k, node in enumerate(program.module.graph.nodes)}
         ends = {node.args[0]: k for node, k in place.items() if node.target is join}
-        calls, gives = list[CallNode](), dict[Any, tuple[tuple[Item, ...], int]]()
+        calls, gives = list[CallNode](), dict[Any, tuple[tuple[Item, ...], int | None]]()
         messages, buckets = defaultdict[str, list[fx.Node]](list), defaultdict[str, list[fx.Node]](list)
         for node, k in place.items():
             if node.op == "call_module" and isinstance(module := called_by(node), PhaseCall):
                 calls.append(CallNode(node, k, ends.get(node, k), module, node.meta["action"]))
-                gives[node] = module.returned, node.meta["action"].microbatch
+                action = node.meta["action"]
+                gives[node] = module.returned, None if action.kind is Kind.P else action.microbatch
             elif node.target in SUMMED + COLLECTED:
                 buckets[str(node.args[1])].append(node)
             elif node.target in INCOMING + OUTGOING:
@@ -96,7 +108,7 @@ class Flow:
         return cls(program, place, tuple(calls), holds, messages, buckets, inputs[1:])
 
 
-def entry(items: tuple[Item, ...], microbatch: int, index: Any) -> list[tuple[Item, int]]:
+def entry(items: tuple[Item, ...], microbatch: int | None, index: Any) -> list[tuple[Item, int | None]]:
     """One of the values that a call or a message gives; none if it gives fewer."""
     return [(item, microbatch) for item in items[index : index + 1]]
 
@@ -155,15 +167,17 @@ def results(phase: Phase) -> tuple[str, ...]:
 
 
 def calls_get_their_arguments(flow: Flow) -> Problems:
-    """A call gets its microbatch, and the values and bundles that its module asks for, of that microbatch."""
+    """A call gets its microbatch, and the values and bundles that its module asks for: what its stage keeps, and the
+    rest of that microbatch."""
+    kept = {stage: flow.kept(stage) for stage in {call.action.stage for call in flow.calls}}
     for call in flow.calls:
-        k = call.action.microbatch
-        expected = [flow.microbatches[k], *((item, k) for item in call.module.arguments)]
+        k, once = call.action.microbatch, kept[call.action.stage]
+        expected = [flow.microbatches[k], *((item, None if item in once else k) for item in call.module.arguments)]
         yield from equal(f"arguments of {call.node}", expected, [flow.holds.get(v, v) for v in call.node.args])
 
 
 def actions_come_in_turn(flow: Flow) -> Problems:
-    """Of a stage and a microbatch, F comes before B and B before W."""
+    """Of a stage and a microbatch, F comes before B and B before W; a prologue comes before the first F."""
     last: dict[tuple[int, int], CallNode] = {}
     for call in flow.calls:
         before = last.get((call.action.stage, call.action.microbatch), call)
@@ -172,10 +186,20 @@ def actions_come_in_turn(flow: Flow) -> Problems:
         last[call.action.stage, call.action.microbatch] = call
 
 
+def prologues_run_once(flow: Flow) -> Problems:
+    """The prologue of a stage runs once, for no microbatch but the first, and before all else that the stage does."""
+    runs = [call for call in flow.calls if call.action.kind is Kind.P]
+    yield from distinct("prologues", (call.action.stage for call in runs))
+    first = {call.action.stage: call for call in reversed(flow.calls)}
+    for call in runs:
+        yield from equal(f"the first call of stage {call.action.stage}", call.node, first[call.action.stage].node)
+        yield from equal(f"the microbatch of {call.node}", 0, call.action.microbatch)
+
+
 def microbatches_are_alike(flow: Flow) -> Problems:
     """What is made of one microbatch is made of each, once: results, gradients, updates and the loss."""
     phases, runs = {call.phase.name: call.phase for call in flow.calls}, [list[str]() for _ in flow.microbatches]
-    for call in flow.calls:
+    for call in flow.ordered:
         runs[call.action.microbatch].append(call.phase.name)
     made = {  # by one microbatch of those that run the same phases
         k: [
@@ -248,9 +272,10 @@ def verdict_ends_the_prefix(flow: Flow) -> Problems:
     yield from (
         Problem(c.node, "an F before the verdict", c.action)
         for c in early
-        if c.action.kind is not Kind.F or c.start > begin
+        if c.action.kind not in (Kind.P, Kind.F) or c.start > begin
     )
-    yield from equal("the prefix", min(len(early), flow.program.chain.prefix), len(early))
+    ordered = [call for call in early if call.action.kind is not Kind.P]
+    yield from equal("the prefix", min(len(ordered), flow.program.chain.prefix), len(ordered))
 
 
 def program_returns_its_results(flow: Flow) -> Problems:
@@ -273,14 +298,14 @@ def program_returns_its_results(flow: Flow) -> Problems:
 def in_turn(schedule: Schedule, flow: Flow) -> list[CallNode]:
     """The calls of whole phases that run one after the other."""
     beside = {guest for guest, _ in schedule.beside}
-    return [call for call in flow.calls if call.phase.part is None and call.action not in beside]
+    return [call for call in flow.ordered if call.phase.part is None and call.action not in beside]
 
 
 def actions_are_the_schedules(schedule: Schedule, flow: Flow) -> Problems:
     """Actions come in the rank's order, but for Ws that run beside others and for the last ones where they are cut."""
     order = [part for action in schedule.ranks[flow.program.rank] for part in parts(action)]
     found = [call.action for call in in_turn(schedule, flow)]
-    known, whole = {call.action for call in flow.calls}, {*found}
+    known, whole = {call.action for call in flow.ordered}, {*found}
     yield from alike("the actions", known & {*order}, known)
     for due, action in zip((action for action in order if action in whole), found, strict=True):
         yield from equal(f"the order of rank {flow.program.rank}", due, action)
@@ -311,6 +336,7 @@ FLOW: RuleTable = (
     calls_pack_their_phase,
     calls_get_their_arguments,
     actions_come_in_turn,
+    prologues_run_once,
     microbatches_are_alike,
     calls_beside_are_joined,
     buckets_are_awaited,

@@ -31,7 +31,7 @@ function prepared(view) {
 function words(text) { return text ? text.split(" ") : []; }
 
 function parsed(action) {
-  const [, kind, stage, microbatch] = /^(BW|F|B|W)(\d+)\.(\d+)$/.exec(action);
+  const [, kind, stage, microbatch] = /^(BW|P|F|B|W)(\d+)\.(\d+)$/.exec(action);
   return { kind, stage: +stage, microbatch, rest: `${stage}.${microbatch}` };
 }
 
@@ -189,7 +189,7 @@ function drawMemory(view, lane, scale, from, to) {
 
 /** The actions of other stages whose results an action takes. */
 function sources({ kind, stage, microbatch }) {
-  if (kind === "W") return [];
+  if (kind === "W" || kind === "P") return [];
   return data.edges.filter(edge => kind === "F" ? edge.target === stage && edge.forward : edge.source === stage && edge.backward)
     .map(edge => `${kind === "F" ? "F" : "B"}${kind === "F" ? edge.source : edge.target}.${microbatch}`);
 }
