@@ -17,6 +17,18 @@ if TYPE_CHECKING:
     from xdist.scheduler import LoadFileScheduling
 
 SEARCH_S = 0.3
+OF_THE_POOL = (  # all files with tests that `launch`
+    "tests/benchmarks/test_data_parallel.py",
+    "tests/benchmarks/test_optimizer_step.py",
+    "tests/benchmarks/test_throughput.py",
+    "tests/cli/test_report.py",
+    "tests/hf/",
+    "tests/numerics/test_grad_dtype.py",
+    "tests/processes/",
+    "tests/project/test_disk.py",
+    "tests/project/test_docs.py",
+    "tests/test_user_passes.py",
+)
 
 
 @pytest.fixture(scope="session")
@@ -27,10 +39,12 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def short_searches() -> Iterator[None]:
-    """`compile` searches for a schedule until it meets a bound or the time is up. Small models need less of it."""
+def for_small_models() -> Iterator[None]:
+    """`compile` searches for a schedule until it meets a bound or the time is up: it needs less. Inductor compiles in
+    this process: others start in more time than they save."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zbfx.candidate.plan", partial(plan, budget_s=SEARCH_S))
+        patch.setattr("torch._inductor.config.compile_threads", 1)
         yield
 
 
@@ -42,6 +56,7 @@ def launch(pool: Pool) -> Launch:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if "launch" in getattr(item, "fixturenames", ()):
+            assert item.nodeid.startswith(OF_THE_POOL), f"{item.path} is missing in OF_THE_POOL"
             item.add_marker("processes")
         given = item.callspec.params.values() if hasattr(item, "callspec") else ()
         if any(value in OF_TRANSFORMERS for value in given if callable(value)):
@@ -59,10 +74,15 @@ def pytest_collection_finish() -> None:
 
 
 def longest_first(items: list[pytest.Item]) -> None:
-    """Files with slow tests before files that start processes before the rest, so that two workers end together."""
+    """What the pool runs, which one worker gets as a whole, before files with slow tests, before files that start
+    processes, before the rest: so two workers end together."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     processes = {item.path for item in items if item.get_closest_marker("processes")}
-    items.sort(key=lambda item: (item.path not in slow, item.path not in processes))
+
+    def late(item: pytest.Item) -> tuple[bool, ...]:
+        return not item.nodeid.startswith(OF_THE_POOL), item.path not in slow, item.path not in processes
+
+    items.sort(key=late)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -74,6 +94,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
     class OnePool(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "tests/processes" if nodeid.startswith("tests/processes/") else super()._split_scope(nodeid)
+            return "the pool" if nodeid.startswith(OF_THE_POOL) else super()._split_scope(nodeid)
 
     return OnePool(config, log)

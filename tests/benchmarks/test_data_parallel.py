@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,8 @@ import torch
 from benchmarks.gpt import GPT, next_token_loss
 from benchmarks.stages import CONFIGS, batch, fill
 from benchmarks.throughput.data_parallel import expand, parser
+from tests.support.pool import Launch
+from tests.support.scripts import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["--config", "tiny", "--b", "1", "--m", "3", "--device", "cpu", "--backends", "eager"]
@@ -29,15 +28,11 @@ def reference_loss(rows: int) -> float:
     return next_token_loss(model(ids), targets).item()
 
 
-@pytest.mark.processes
 @pytest.mark.slow
-def test_two_by_two_has_a_row_for_every_system(tmp_path: Path) -> None:
+def test_two_by_two_has_a_row_for_every_system(launch: Launch, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "--"]
-    command += [str(ROOT / "benchmarks" / "throughput" / "data_parallel.py"), "--ranks", "2", *FLAGS, "--out", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+    script = ROOT / "benchmarks" / "throughput" / "data_parallel.py"
+    run_on_ranks(launch, 4, script, ["--ranks", "2", *FLAGS, "--out", str(out)])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["system"], row["sums"], row["error"]) for row in rows] == [
         (system, sums, None)

@@ -1,30 +1,26 @@
-"""The benchmark of optimizer steps, on a tiny model over gloo, with two processes."""
+"""The benchmark of optimizer steps, on a tiny model over gloo, with two ranks."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.pool import Launch
+from tests.support.scripts import run_on_ranks
+
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.processes
 @pytest.mark.slow
-def test_every_mode_gives_a_row(tmp_path: Path) -> None:
+def test_every_mode_gives_a_row(launch: Launch, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--"]
-    command += [str(ROOT / "benchmarks" / "throughput" / "optimizer_step.py"), "--device", "cpu", "--out", str(out)]
-    command += ["--config", "tiny", "--b", "1", "--m", "3", "--costs", "estimate", "--schedules", "zb-h2,nonsense"]
-    command += ["--warmup", "1", "--repeats", "4", "--rounds", "1", "--modes", "barrier,validated,repeat@2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    flags = ["--device", "cpu", "--out", str(out), "--config", "tiny", "--b", "1", "--m", "3", "--costs", "estimate"]
+    flags += ["--schedules", "zb-h2,nonsense", "--modes", "barrier,validated,repeat@2"]
+    flags += ["--warmup", "1", "--repeats", "4", "--rounds", "1"]
+    run_on_ranks(launch, 2, ROOT / "benchmarks" / "throughput" / "optimizer_step.py", flags)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["mode"] for row in rows] == ["barrier", "validated", "repeat@2", "compile"]
     assert "nonsense" in rows[-1]["error"]

@@ -20,6 +20,8 @@ from benchmarks.stages import CONFIGS, LayerCosts, batch, fill, layers_per_stage
 from benchmarks.throughput.cases import ZbfxSchedule, expand
 from benchmarks.throughput.compare import parser
 from benchmarks.throughput.table import page
+from tests.support.pool import Launch
+from tests.support.scripts import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "throughput" / "compare.py"
@@ -50,6 +52,10 @@ def run(script: Path, out: Path, *flags: str) -> list[dict[str, Any]]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
+    return rows_in(out)
+
+
+def rows_in(out: Path) -> list[dict[str, Any]]:
     assert not out.with_suffix(".jsonl.journal").exists()
     return [json.loads(line) for line in out.read_text().splitlines()]
 
@@ -65,16 +71,14 @@ def reference_loss(b: int, m: int) -> float:
         return float(next_token_loss(model(ids), targets))
 
 
-@pytest.mark.processes
 @pytest.mark.slow
-def test_every_system_gives_a_row_and_the_same_loss(tmp_path: Path) -> None:
+def test_every_system_gives_a_row_and_the_same_loss(launch: Launch, tmp_path: Path) -> None:
     schedules = ["GPipe", "1F1B", "ZB1P", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-    rows = run(
-        SCRIPT,
-        tmp_path / "rows.jsonl",
-        *("--microbatches", "4", "--costs", "estimate", "--torch-backends", "eager", "--limit-backends", "eager"),
-        *("--zbfx-schedules", "1f1b,nonsense,zb-h1", "--zbfx-splits", "bal,auto", "--splits", "bal"),
-    )
+    flags = ["--microbatches", "4", "--costs", "estimate", "--torch-backends", "eager", "--limit-backends", "eager"]
+    flags += ["--zbfx-schedules", "1f1b,nonsense,zb-h1", "--zbfx-splits", "bal,auto", "--splits", "bal"]
+    out = tmp_path / "rows.jsonl"
+    run_on_ranks(launch, 2, SCRIPT, [*FLAGS, "--out", str(out), *flags])
+    rows = rows_in(out)
     assert [(r["system"], r["schedule"], r["split"]) for r in rows] == [
         ("limit", "bubble-free", "bal"),
         *(("zbfx", schedule, split) for schedule in ("1f1b", "nonsense", "zb-h1") for split in ("bal", "auto")),

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +11,10 @@ import pytest
 
 import zbfx
 from tests.cli.test_check import MODEL
+from tests.support.pool import Launch
+from tests.support.scripts import run_on_ranks
 from zbfx.cli import main
 
-ROOT = Path(__file__).parents[2]
 STAGE = {"t_f": 2, "t_b": 3, "t_w": 5, "m_b": 4, "m_w": 1}
 
 
@@ -101,21 +99,11 @@ def test_a_profile_says_what_each_rank_did(folder: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.slow
-@pytest.mark.processes
-def test_a_profile_over_processes(folder: Path) -> None:
-    command = "-m torch.distributed.run --nproc-per-node=2 -m zbfx profile user_model.py:pipeline"
-    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, *command.split()],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [line.split(":")[0] for line in done.stdout.splitlines()[1:]] == ["rank 0 idles", "rank 1 idles"]
-    assert "zbfx: running 3 steps over 2 processes" in done.stderr
+def test_a_profile_over_processes(launch: Launch, folder: Path) -> None:
+    printed = run_on_ranks(launch, 2, "zbfx", ["profile", "user_model.py:pipeline"], folder)
+    assert [line.split(":")[0] for line in printed[0].out.splitlines()[1:]] == ["rank 0 idles", "rank 1 idles"]
+    assert printed[1].out == ""
+    assert "zbfx: running 3 steps over 2 processes" in printed[0].err
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

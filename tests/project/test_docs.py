@@ -19,6 +19,8 @@ import torch.distributed as dist
 import zbfx.graphs
 from tests.project.pictures import PICTURE, terminal
 from tests.support.documents import PAGES, ROOT, blocks, commands, every_block, run, scripts, text_of
+from tests.support.pool import Launch
+from tests.support.scripts import run_on_ranks
 from zbfx.costs.tables import costs_from_json
 from zbfx.plan import CostTable, StageCost
 from zbfx.runtime.step import OFFERED
@@ -192,17 +194,21 @@ def test_every_command_and_block_is_run_by_a_test() -> None:
     assert {language for page in PAGES for language, _ in every_block(page)} <= LANGUAGES
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("page", LAUNCHED)
-def test_script_runs(page: str, tmp_path: Path) -> None:
+def test_script_runs(launch: Launch, page: str, tmp_path: Path) -> None:
+    """The README's with its command, others by ranks that are there."""
     (code,), (command,) = scripts(page), (command for command in commands(page) if command.startswith("torchrun"))
     (tmp_path / "train.py").write_text(code)
-    printed = run(shlex.split(command), tmp_path)
-    losses = re.findall(r"loss (\d+\.\d+)", printed)
-    assert len(losses) == int(command.split("=")[1].split()[0])
-    assert len(set(losses)) == 1
+    ranks = int(command.split("=")[1].split()[0])
     if page == "README.md":
+        printed = run(shlex.split(command), tmp_path)
         the_readme_trains_a_model(printed, tmp_path)
+    else:
+        assert command == f"torchrun --nproc-per-node={ranks} train.py"
+        printed = "".join(found.out for found in run_on_ranks(launch, ranks, "train.py", folder=tmp_path).values())
+    losses = re.findall(r"loss (\d+\.\d+)", printed)
+    assert len(losses) == ranks
+    assert len(set(losses)) == 1
 
 
 def the_readme_trains_a_model(printed: str, folder: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def one_trace(found: MutableMapping[nn.Module, Any] | None = None) -> Iterator[N
         yield
 
 
-TRACES: MutableMapping[nn.Module, Any] = {}  # of models that tests share
+TRACES: MutableMapping[nn.Module, Any] = WeakKeyDictionary()  # of models that tests share
 
 
 @functools.cache

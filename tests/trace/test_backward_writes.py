@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import zbfx
 from benchmarks.coverage.wide_parts import Noting, Saving
 from tests.support.models import Problem, numbers, squares
-from tests.support.reference import assert_same, compiled, default_dtype, reference, with_other
+from tests.support.reference import TRACES, assert_same, compiled, default_dtype, one_trace, reference, with_other
 from zbfx import InvalidSchedule, TraceError
 from zbfx.graphs import Role
 from zbfx.plan import Action, Kind
@@ -159,6 +160,11 @@ def of(body: Callable[[Any, Tensor], Tensor]) -> Problem:
     return Problem(Noted(body), squares, (numbers(2 * MICROBATCHES, WIDTH),))
 
 
+@cache
+def shared_problem_of(body: Callable[[Any, Tensor], Tensor]) -> Problem:
+    return of(body)
+
+
 def agree(problem: Problem, stages: int, **options: Any) -> None:
     """Loss, gradients and buffers of two steps."""
     eager = copy.deepcopy(problem.model)
@@ -181,7 +187,8 @@ def agree(problem: Problem, stages: int, **options: Any) -> None:
 def test_backwards_write_buffers_microbatch_after_microbatch(
     body: Callable[[Any, Tensor], Tensor], stages: int, schedule: str
 ) -> None:
-    agree(of(body), stages, schedule=schedule, check=True)
+    with one_trace(TRACES):
+        agree(shared_problem_of(body), stages, schedule=schedule, check=True)
 
 
 def test_evaluation_leaves_buffers_of_the_backward_alone() -> None:

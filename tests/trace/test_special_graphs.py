@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,7 +16,17 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.live_bytes import measured_peaks
 from tests.support.models import Problem, mean_squares, numbers, squares
-from tests.support.reference import activations, assert_same, compiled, default_dtype, gradients, reference, stepped
+from tests.support.reference import (
+    TRACES,
+    activations,
+    assert_same,
+    compiled,
+    default_dtype,
+    gradients,
+    one_trace,
+    reference,
+    stepped,
+)
 from zbfx import Kind, PipelineFault
 
 TOLERANCE = 1e-12
@@ -45,9 +56,15 @@ def of(body: Callable[[Any, Tensor], Any], microbatches: int = 3) -> Problem:
     return Problem(Body(body), squares, (numbers(2 * microbatches, WIDTH),))
 
 
+@cache
+def shared_problem_of(body: Callable[[Any, Tensor], Any]) -> Problem:
+    return of(body)
+
+
 def check(problem: Problem, stages: int, microbatches: int = 3, **options: Any) -> None:
     expected = reference(problem, microbatches)
-    pipe = compiled(problem, stages, microbatches, **options)
+    with one_trace(TRACES):
+        pipe = compiled(problem, stages, microbatches, **options)
     assert_same(stepped(problem, pipe), expected, TOLERANCE)
 
 
@@ -133,7 +150,7 @@ BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
 def test_gradients_equal_autograd(body: Callable[[Any, Tensor], Tensor], stages: int) -> None:
-    check(of(body), stages)
+    check(shared_problem_of(body), stages)
 
 
 LAID_OUT = {"expanded": lambda h: h.mean(1, keepdim=True).expand(h.shape), "real part": lambda h: torch.fft.fft(h).real}
@@ -147,8 +164,9 @@ HELD = {name: BODIES[name] for name in ("written view", "written input", "sum of
 @pytest.mark.parametrize("body", HELD.values(), ids=HELD.keys())
 def test_writes_into_parts_hold_what_is_predicted(body: Callable[[Any, Tensor], Tensor], stages: int) -> None:
     """The microbatches are parts of one tensor, which no step copies whole."""
-    problem = of(body)
-    pipe = compiled(problem, stages, 3)
+    problem = shared_problem_of(body)
+    with one_trace(TRACES):
+        pipe = compiled(problem, stages, 3)
     rows = pipe.compiled.signature.split(problem.inputs, {}, 3)
     peaks = [counter.peak for counter in measured_peaks(pipe, rows)]
     assert [memory.highest.peak_bytes for memory in pipe.memory] == peaks
@@ -340,16 +358,22 @@ def with_buffers(*middle: nn.Module) -> Problem:
     return Problem(model, squares, (numbers(12, WIDTH) + torch.arange(12).unsqueeze(1),))
 
 
+@cache
+def shared_with(middle: Callable[[], nn.Module]) -> Problem:
+    return with_buffers(middle())
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("middle", [lambda: nn.BatchNorm1d(WIDTH), Counter], ids=["batch-norm", "counter"])
 def test_buffers_are_updated_once_per_microbatch_in_order(
     middle: Callable[[], nn.Module], stages: int, schedule: str
 ) -> None:
-    problem = with_buffers(middle())
+    problem = shared_with(middle)
     eager = copy.deepcopy(problem.model)
     expected = reference(problem, 4, eager)
-    pipe = compiled(problem, stages, 4, schedule=schedule)
+    with one_trace(TRACES):
+        pipe = compiled(problem, stages, 4, schedule=schedule)
     assert_same(stepped(problem, pipe), expected, TOLERANCE)
     wanted = dict(eager.named_buffers())
     for name, buffer in problem.model.named_buffers():
@@ -499,7 +523,12 @@ class Weighted(Body):
         return self.weigh(self.body(self, x).square().mean(), self.p, self.q)
 
 
+@cache
+def weighted(weigh: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Problem:
+    return Problem(Weighted(weigh), None, (numbers(6, WIDTH),))
+
+
 @pytest.mark.parametrize("weigh", WEIGHTED.values(), ids=WEIGHTED)
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_loss_with_a_parameter_as_a_term(weigh: Callable[[Tensor, Tensor, Tensor], Tensor], stages: int) -> None:
-    check(Problem(Weighted(weigh), None, (numbers(6, WIDTH),)), stages)
+    check(weighted(weigh), stages)
