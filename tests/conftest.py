@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,18 +18,12 @@ if TYPE_CHECKING:
     from xdist.scheduler import LoadFileScheduling
 
 SEARCH_S = 0.3
-OF_THE_POOL = (  # all files with tests that `launch`
-    "tests/benchmarks/test_data_parallel.py",
-    "tests/benchmarks/test_optimizer_step.py",
-    "tests/benchmarks/test_throughput.py",
-    "tests/cli/test_report.py",
-    "tests/hf/",
-    "tests/numerics/test_grad_dtype.py",
-    "tests/processes/",
-    "tests/project/test_disk.py",
-    "tests/project/test_docs.py",
-    "tests/test_user_passes.py",
-)
+
+
+@cache
+def is_of_the_pool(file: Path) -> bool:
+    """Whether tests of a file run scenarios."""
+    return "import Launch" in file.read_text()
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +51,6 @@ def launch(pool: Pool) -> Launch:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if "launch" in getattr(item, "fixturenames", ()):
-            assert item.nodeid.startswith(OF_THE_POOL), f"{item.path} is missing in OF_THE_POOL"
             item.add_marker("processes")
         given = item.callspec.params.values() if hasattr(item, "callspec") else ()
         if any(value in OF_TRANSFORMERS for value in given if callable(value)):
@@ -80,7 +74,7 @@ def longest_first(items: list[pytest.Item]) -> None:
     processes = {item.path for item in items if item.get_closest_marker("processes")}
 
     def late(item: pytest.Item) -> tuple[bool, ...]:
-        return not item.nodeid.startswith(OF_THE_POOL), item.path not in slow, item.path not in processes
+        return not is_of_the_pool(item.path), item.path not in slow, item.path not in processes
 
     items.sort(key=late)
 
@@ -94,6 +88,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
     class OnePool(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "the pool" if nodeid.startswith(OF_THE_POOL) else super()._split_scope(nodeid)
+            file = config.rootpath / nodeid.partition("::")[0]
+            return "the pool" if is_of_the_pool(file) else super()._split_scope(nodeid)
 
     return OnePool(config, log)

@@ -28,7 +28,7 @@ def run_as(rank: int, script: str, arguments: tuple[str, ...], folder: str) -> t
     torchrun, whose store is the pool's."""
     world = dist.get_world_size()
     dist.destroy_process_group()
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    told: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     told |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_RUN_ID": "tests"}
     with ExitStack() as stack:
         out, err = (stack.enter_context(TemporaryFile("w+")) for _ in range(2))  # with numbers, for faulthandler

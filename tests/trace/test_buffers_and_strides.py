@@ -229,7 +229,7 @@ class AttentionOfParts(nn.Module):
 
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("model", [AttentionOfTurned, AttentionOfParts])
-def test_attention_of_values_of_strides_without_a_format(model: type[nn.Module], stages: int) -> None:
+def test_attention_of_values_of_strides_without_a_format(model: Callable[[], nn.Module], stages: int) -> None:
     agree(Problem(made(model), mean_squares, (numbers(4, 3, 4),), (numbers(4, 3, 4, seed=2),)), stages)
 
 
