@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import zbfx
 from tests.processes import passes_worker
-from tests.support.documents import blocks
 from tests.support.models import Problem, mlp
 from tests.support.pool import Launch
 from tests.support.reference import assert_same, compiled, default_dtype, reference, stepped
@@ -26,7 +25,6 @@ from zbfx.plan import Kind
 from zbfx.runtime.digest import digest
 
 SINE = [zbfx.Pass("joint", sine_for_tanh)]
-PAGE = "docs/passes.md"
 
 
 class Sine(nn.Module):
@@ -173,7 +171,7 @@ def test_a_pass_that_is_no_function_of_graphs_is_named() -> None:
         (lambda: zbfx.Pass("joints", sine_for_tanh), "one of joint, split, stage; found 'joints'"),
         (lambda: zbfx.Pass("joint", cast(Any, "sine")), "a function of a Joint; found 'sine'"),
         (lambda: compiled(mlp(4), 2, 4, passes=[sine_for_tanh]), "passes is a list of zbfx.Pass"),
-        (lambda: compiled(mlp(4), 2, 4, trace_passes="yes"), "trace_passes is True, False or None; found 'yes'"),
+        (lambda: compiled(mlp(4), 2, 4, trace_passes="yes"), "trace_passes is True, False, 'all' or None; found 'yes'"),
     ],
 )
 def test_mistakes_are_named(make: Callable[[], Any], text: str) -> None:
@@ -186,12 +184,23 @@ def test_passes_are_printed_on_demand(capsys: pytest.CaptureFixture[str], monkey
     assert capsys.readouterr().err == ""
     compiled(mlp(4), 2, 4, passes=SINE, check=False, trace_passes=True)
     printed = capsys.readouterr().err
-    assert re.match(r"zbfx: sine_for_tanh, at joint: [\d.]+ ms, \d+ lines added, \d+ removed\n", printed)
+    line = r"^zbfx: ([\w, ]+): [\d.]+ ms, (\d+) lines to (\d+), (\d+) lines added, (\d+) removed$"
+    told = {name: tuple(map(int, rest)) for name, *rest in re.findall(line, printed, re.MULTILINE)}
+    assert list(told) == ["canonicalize", "sine_for_tanh, at joint", "partition", "split", "recompute", "extract"]
+    for before, after, added, removed in told.values():
+        assert after - before == added - removed
+    before, after, *_ = told["sine_for_tanh, at joint"]
+    tanhs = len(re.findall("^-.*aten.tanh.default", printed, re.MULTILINE))
+    assert after - before == tanhs > 0, "a cosine and a product for each derivative of one"
+    assert len([line for line in printed.splitlines() if line[0] in "+-"]) == sum(told["sine_for_tanh, at joint"][2:])
     assert re.search(r"^-tanh = call_function aten.tanh.default \(addmm,\)", printed, re.MULTILINE)
     assert re.search(r"^\+tanh = call_function aten.sin.default \(addmm,\)", printed, re.MULTILINE)
     monkeypatch.setenv("ZBFX_TRACE_PASSES", "1")
     compiled(mlp(4), 2, 4, passes=SINE, check=False)
-    assert capsys.readouterr().err.startswith("zbfx: sine_for_tanh")
+    assert "\nzbfx: sine_for_tanh, at joint: " in capsys.readouterr().err
+    monkeypatch.setenv("ZBFX_TRACE_PASSES", "all")
+    compiled(mlp(4), 2, 4, check=False)
+    assert re.search(r"^\+B1: \w+ = call_function aten.mm.default", capsys.readouterr().err, re.MULTILINE)
     compiled(mlp(4), 2, 4, passes=SINE, check=False, trace_passes=False)
     assert capsys.readouterr().err == ""
 
@@ -226,11 +235,3 @@ def test_ranks_whose_passes_differ_hear_of_it(launch: Launch) -> None:
         assert found[rank]["type"] == "ZbfxError"
         assert "passes is" in found[rank]["text"]
         assert "untouched at joint" in found[rank]["text"]
-
-
-def test_the_examples_of_the_page_run() -> None:
-    names: dict[str, Any] = {}
-    for code in blocks(PAGE, "python"):
-        assert len(code.splitlines()) <= 45
-        exec(compile(code, PAGE, "exec"), names)
-    assert names["after"].costs.stages[1].backward_input_s < names["before"].costs.stages[1].backward_input_s

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from zbfx.between import divided, extracted
+from zbfx.between import divided, extracted, followed
 from zbfx.comm.together import from_rank
 from zbfx.compiled import Compiled, Traced
 from zbfx.costs.clock import SHORT_WARM_S, WARM_S
@@ -29,7 +29,6 @@ from zbfx.progress import announce
 from zbfx.schedule import build, plan
 from zbfx.schedule.beside import run_beside
 from zbfx.schedule.schedule import Schedule
-from zbfx.verify import verified
 
 CANDIDATE_S = 0.5  # for planning under one cap of several
 ROUNDS = 1  # of search; these end before the time does on all but large problems, and take the same way every time
@@ -98,7 +97,8 @@ def staged(traced: Traced, choice: Choice, options: Options, memo: Memo) -> Stag
     placement, prologues = choice.placement, choice.prologues
     seconds, speed = memo(node_timer, traced.joint, options), hardware_of(options.device).link_bytes_per_s
     announce(f"cutting the graph into {len(placement)} stages")
-    placed = memo(verified, partition, traced.joint, placement, seconds=seconds, bytes_per_s=speed, cuts=options.cuts)
+    cut = {"seconds": seconds, "bytes_per_s": speed, "cuts": options.cuts}
+    placed = memo(followed, partition, traced.joint, options, placement, **cut)
     if options.rebalance:
         placed = memo(rebalanced, placed, placement, prologues, seconds, options, memo)
     forms = [costed(placed, placement, prologues, level, options, memo) for level in choice.levels]
@@ -110,8 +110,8 @@ def costed(
 ) -> Costed:
     """The phases of all stages at one level of recomputation, and what they cost."""
     levels, random = (level,) * len(placement), not options.runs.captures
-    split = memo(divided, placed, options, prologues)
-    whole = memo(verified, recompute, split, levels, in_flight=options.stages, random=random)
+    split, how = memo(divided, placed, options, prologues), {"in_flight": options.stages, "random": random}
+    whole = memo(followed, recompute, split, options, levels, **how)
     compiler, warm_s = memo(Compiler, options.runs.compiles), WARM_S if level is options.levels[0] else SHORT_WARM_S
     return memo(cost_table, memo(extracted, whole, options), placement, options, compiler, warm_s)
 
@@ -134,7 +134,7 @@ def rebalanced(
         return costed(cut, placement, prologues, options.levels[0], options, memo).costs
 
     seconds, speed = corrected(node_s, placed, costs(placed)), hardware_of(options.device).link_bytes_per_s
-    again = verified(partition, placed.joint, placement, seconds=seconds, bytes_per_s=speed)
+    again = followed(partition, placed.joint, options, placement, seconds=seconds, bytes_per_s=speed)
     return min(placed, again, key=lambda cut: heaviest_s(costs(cut)))
 
 

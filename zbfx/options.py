@@ -18,7 +18,7 @@ from zbfx.plan import CostTable, require_size
 from zbfx.schedule.orders.registry import ANY, SHAPES, Improve, V, is_searched
 from zbfx.schedule.orders.written import placement_of_orders, read_orders
 from zbfx.schedule.schedule import Schedule
-from zbfx.user_pass import Pass
+from zbfx.user_pass import Pass, Tracing
 
 DEVICES = ("cpu", "cuda")
 FEW_BYTES = 1000.0  # less than any limit
@@ -65,7 +65,7 @@ class Options:
     prologue: bool = True
     check: bool | str = "auto"
     passes: tuple[Pass, ...] = field(default=(), compare=False)  # ranks compare what they are told as
-    trace_passes: bool = field(default=False, compare=False)
+    trace_passes: Tracing = field(default=Tracing.NOTHING, compare=False)
 
     def __post_init__(self) -> None:
         check_schedule(self.schedule)

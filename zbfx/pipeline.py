@@ -90,7 +90,7 @@ def compile(
     prologue: bool = True,
     check: bool | str = "auto",
     passes: Sequence[Pass] = (),
-    trace_passes: bool | None = None,
+    trace_passes: bool | str | None = None,
     progress: bool | None = None,
     cache: str | PathLike[str] | None = None,
 ) -> Pipeline:
@@ -146,8 +146,9 @@ def compile(
                      call: True, False, or "auto": where it takes about a second at most, and all tensors have data
     passes           `zbfx.Pass`es of yours, which run between the compiler's, in their order: graph to graph, on the
                      joint graph, the split one, or each stage (docs/passes.md). `check` compares with the model before
-    trace_passes     print what each of them did: time, lines of the graph before and after. None: if the variable
-                     ZBFX_TRACE_PASSES is set
+    trace_passes     print on stderr what passes did: of the compiler's the time and the nodes, of yours the changes of
+                     the graph, line by line, too; "all": of the compiler's as well. None: as the variable
+                     ZBFX_TRACE_PASSES says (1, all)
     progress         say on stderr, on rank 0, what goes on once this call takes over two seconds. None: if stderr is a
                      terminal. The logger "zbfx" gets the same at level DEBUG
     cache            a folder of plans of earlier calls. A call with the same model, example, options, versions and kind

@@ -12,7 +12,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 from hashlib import sha256
 from types import FunctionType, MethodType
 from typing import Any
@@ -22,6 +22,15 @@ from zbfx.graphs import Joint, Split, Stage
 from zbfx.spelled import spelled
 
 VARIABLE = "ZBFX_TRACE_PASSES"
+
+
+class Tracing(Enum):
+    """What is printed of passes: nothing; a line for each of the compiler's and the changes that the user's make; the
+    changes of all."""
+
+    NOTHING = False
+    OWN = True
+    ALL = "all"
 
 
 class PassPoint(StrEnum):
@@ -108,8 +117,12 @@ def checked_passes(passes: Any) -> tuple[Pass, ...]:
     return tuple(passes)
 
 
-def checked_tracing(trace_passes: bool | None) -> bool:
-    """Whether passes are printed: as asked for, else as the environment says."""
-    if trace_passes not in (True, False, None):
-        raise ZbfxError(f"trace_passes is True, False or None; found {trace_passes!r}")
-    return bool(os.environ.get(VARIABLE)) if trace_passes is None else bool(trace_passes)
+def checked_tracing(trace_passes: bool | str | None) -> Tracing:
+    """What is printed of passes: as asked for, else as the environment says."""
+    if trace_passes is None:
+        set_to = os.environ.get(VARIABLE, "")
+        return {str(Tracing.ALL.value): Tracing.ALL}.get(set_to, Tracing(bool(set_to)))
+    try:
+        return Tracing(trace_passes)
+    except ValueError:
+        raise ZbfxError(f"trace_passes is True, False, 'all' or None; found {trace_passes!r}") from None
