@@ -171,6 +171,10 @@ def test_a_pass_that_is_no_function_of_graphs_is_named() -> None:
         (lambda: zbfx.Pass("joints", sine_for_tanh), "one of joint, split, stage; found 'joints'"),
         (lambda: zbfx.Pass("joint", cast(Any, "sine")), "a function of a Joint; found 'sine'"),
         (lambda: compiled(mlp(4), 2, 4, passes=[sine_for_tanh]), "passes is a list of zbfx.Pass"),
+        (
+            lambda: compiled(mlp(4), 2, 4, passes=SINE, check=True),
+            "sine_for_tanh ran on its graph and may have changed",
+        ),
         (lambda: compiled(mlp(4), 2, 4, trace_passes="yes"), "trace_passes is True, False, 'all' or None; found 'yes'"),
     ],
 )

@@ -29,9 +29,9 @@ from zbfx.user_pass import Pass, PassPoint, Tracing
 from zbfx.verify import verified, verify
 
 Record = TypeVar("Record", Joint, Split, Stage)
-Given = TypeVar("Given")
-Made = TypeVar("Made")
-Further = ParamSpec("Further")
+Taken = TypeVar("Taken")
+PassedOn = TypeVar("PassedOn")
+Settings = ParamSpec("Settings")
 
 
 def canonical(raw: Joint, options: Options) -> Joint:
@@ -47,7 +47,7 @@ def divided(placed: Placed, options: Options, prologues: bool) -> Split:
     for given in of_point(options, PassPoint.SPLIT):
         before, found = found, verify(ran(given, found, options), after=given.name)
         verify(found.placed.joint, after=given.name, given=before.placed.joint)
-    return verified(prologue, found) if prologues else found
+    return followed(prologue, found, options) if prologues else found
 
 
 def extracted(whole: Split, options: Options) -> tuple[Stage, ...]:
@@ -58,12 +58,12 @@ def extracted(whole: Split, options: Options) -> tuple[Stage, ...]:
 
 
 def followed(
-    step: Callable[Concatenate[Given, Further], Made],
-    given: Given,
+    step: Callable[Concatenate[Taken, Settings], PassedOn],
+    given: Taken,
     options: Options,
-    *args: Further.args,
-    **kwargs: Further.kwargs,
-) -> Made:
+    *args: Settings.args,
+    **kwargs: Settings.kwargs,
+) -> PassedOn:
     """What a pass of the compiler's makes of `given`, if it keeps every rule."""
     if options.trace_passes is Tracing.NOTHING:
         return verified(step, given, *args, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ import torch
 from zbfx import rng
 from zbfx.comm.together import on_all_ranks
 from zbfx.compiled import Compiled
-from zbfx.errors import TraceError, first_line
+from zbfx.errors import TraceError, first_line, listed
 from zbfx.gradient_check import Report, apart, check_compiled
 from zbfx.passes.nodes import value_bytes
 from zbfx.progress import announce
@@ -46,24 +46,29 @@ def checked(pipe: Compiled, source: Source, choice: bool | str) -> Compiled:
         schedule = replace(pipe.schedule, notes=(*pipe.schedule.notes, note))
         return pipe.described(schedule)
     if not report:
-        raise TraceError(refusal(report))
+        raise TraceError(refusal(report, [given.name for given in pipe.options.passes]))
     return pipe
 
 
-def refusal(report: Report) -> str:
+def refusal(report: Report, passes: Sequence[str]) -> str:
     found = "; ".join(map(str, report.findings[:5]))
     more = f" and {len(report.findings) - 5} more" if len(report.findings) > 5 else ""
-    own = any(finding.of_model for finding in report.findings)
-    way_out = (
-        "Python values are part of the graph as they were when it was traced: pass what changes as a tensor, or keep "
-        "it in a buffer"
-        if own
-        else "This is a fault of zbfx or of an operator's derivative: please report the model"
-    )
-    return (
-        f"on random data the pipeline computes other results than the model: {found}{more}. {way_out}; or compile with "
-        f"check=False"
-    )
+    if any(finding.of_model for finding in report.findings):
+        way_out = (
+            "Python values are part of the graph as they were when it was traced: pass what changes as a tensor, or "
+            "keep it in a buffer; or compile with check=False"
+        )
+    elif passes:
+        way_out = (
+            f"{listed(passes)} ran on its graph and may have changed them: where that is meant, compile with "
+            f"check=False, and compare by zbfx.check(pipe, tolerance=...)"
+        )
+    else:
+        way_out = (
+            "This is a fault of zbfx or of an operator's derivative: please report the model; or compile with "
+            "check=False"
+        )
+    return f"on random data the pipeline computes other results than the model: {found}{more}. {way_out}"
 
 
 def is_small(pipe: Compiled, source: Source) -> bool:
