@@ -190,7 +190,8 @@ def test_passes_are_printed_on_demand(capsys: pytest.CaptureFixture[str], monkey
     printed = capsys.readouterr().err
     line = r"^zbfx: ([\w, ]+): [\d.]+ ms, (\d+) lines to (\d+), (\d+) lines added, (\d+) removed$"
     told = {name: tuple(map(int, rest)) for name, *rest in re.findall(line, printed, re.MULTILINE)}
-    assert list(told) == ["canonicalize", "sine_for_tanh, at joint", "partition", "split", "recompute", "extract"]
+    passes = ["canonicalize", "sine_for_tanh, at joint", "partition", "split", "prologue", "recompute", "extract"]
+    assert list(told) == passes
     for before, after, added, removed in told.values():
         assert after - before == added - removed
     before, after, *_ = told["sine_for_tanh, at joint"]
