@@ -19,7 +19,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -135,7 +135,10 @@ def reason(error: BaseException) -> str:
     return f"not a refusal: {type(error).__name__}: {text[:300]} ({Path(frame.filename).name}:{frame.lineno})"
 
 
-def work(case: Case, results: Connection) -> None:
+Examine = Callable[[Case, Progress], None]
+
+
+def work(case: Case, results: Connection, examine: Examine) -> None:
     """The body of a case's process: sends its row."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -154,11 +157,11 @@ def is_trace_error(error: BaseException) -> bool:
     return isinstance(error, TraceError)
 
 
-def run_apart(case: Case, limit_s: float) -> Row:
+def run_apart(case: Case, limit_s: float, examine: Examine = examine) -> Row:
     """The row of one case, from a forked process that ends at the time limit."""
     context = multiprocessing.get_context("fork")  # the libraries are imported once
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(case, sender))
+    process = context.Process(target=work, args=(case, sender, examine))
     process.start()
     sender.close()
     try:

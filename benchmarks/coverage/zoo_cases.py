@@ -13,6 +13,7 @@ from benchmarks.coverage import zoo_timm
 
 ROWS, LENGTH, VOCABULARY = 2, 8, 32
 IMAGE, WAVE, CLASSES = 32, 800, 2
+IMAGE_TOKEN = 3
 
 # What a small model of text has in common; a configuration ignores what it does not know.
 TEXT = {
@@ -92,6 +93,7 @@ class Case:
     train: bool = False  # in training mode: batch norms; the model has no dropout, or it is configured to 0
     dtype: torch.dtype = torch.float64
     model: str | None = None  # the library's class, where several fit `head`
+    image_tokens: int = 0  # of a row: what a picture becomes
 
 
 def decoder(name: str, **config: Any) -> Case:
@@ -350,6 +352,10 @@ def batch_of(case: Case, model: nn.Module, seed: int) -> dict[str, Any]:
         case "ZeroShotImageClassification":
             pixels = numbers(ROWS, 3, IMAGE, IMAGE)
             return {"input_ids": tokens(ROWS, LENGTH), "pixel_values": pixels, "return_loss": True}
+        case "ImageTextToText":
+            ids = torch.cat([torch.full((ROWS, case.image_tokens), IMAGE_TOKEN), tokens(ROWS, LENGTH, least=4)], dim=1)
+            pixels = numbers(ROWS, 3, IMAGE, IMAGE)
+            return {"input_ids": ids, "pixel_values": pixels, "labels": ids.masked_fill(ids == IMAGE_TOKEN, -100)}
         case "CTC":
             return {"input_values": numbers(ROWS, WAVE), "labels": tokens(ROWS, 4)}
         case "AudioClassification":
