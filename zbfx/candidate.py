@@ -97,8 +97,9 @@ def staged(traced: Traced, choice: Choice, options: Options, memo: Memo) -> Stag
     placement, prologues = choice.placement, choice.prologues
     seconds, speed = memo(node_timer, traced.joint, options), hardware_of(options.device).link_bytes_per_s
     announce(f"cutting the graph into {len(placement)} stages")
-    cut = {"seconds": seconds, "bytes_per_s": speed, "cuts": options.cuts}
-    placed = memo(followed, partition, traced.joint, options, placement, **cut)
+    placed = memo(
+        followed, partition, traced.joint, options, placement, seconds=seconds, bytes_per_s=speed, cuts=options.cuts
+    )
     if options.rebalance:
         placed = memo(rebalanced, placed, placement, prologues, seconds, options, memo)
     forms = [costed(placed, placement, prologues, level, options, memo) for level in choice.levels]
@@ -110,8 +111,8 @@ def costed(
 ) -> Costed:
     """The phases of all stages at one level of recomputation, and what they cost."""
     levels, random = (level,) * len(placement), not options.runs.captures
-    split, how = memo(divided, placed, options, prologues), {"in_flight": options.stages, "random": random}
-    whole = memo(followed, recompute, split, options, levels, **how)
+    split = memo(divided, placed, options, prologues)
+    whole = memo(followed, recompute, split, options, levels, in_flight=options.stages, random=random)
     compiler, warm_s = memo(Compiler, options.runs.compiles), WARM_S if level is options.levels[0] else SHORT_WARM_S
     return memo(cost_table, memo(extracted, whole, options), placement, options, compiler, warm_s)
 
