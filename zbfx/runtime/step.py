@@ -35,6 +35,7 @@ from zbfx.runtime.saving import Saved
 from zbfx.runtime.timeline import Profile, Recorder
 from zbfx.runtime.verdict import settle, snapshot
 from zbfx.runtime.watch import Watch
+from zbfx.trace.generation import refuse_generation
 from zbfx.trace.guard import Source
 from zbfx.trace.left_behind import LookOut
 from zbfx.trace.wanted import EVALUATION, Selection, Wanted
@@ -99,6 +100,8 @@ class Step:
         self.look_out = LookOut({name: source.named[name] for name in engine.elsewhere}, self.unsettled)
         if self.look_out.elsewhere or engine.shards is not None:
             self.look_out.watch(source.model, source.loss_fn)
+        if self.look_out.elsewhere:
+            refuse_generation(self.is_bound, source.model)
         self.verdict: str | None = None
         self.losses: tuple[Tensor, ...] = ()  # of the last step's microbatches, on the rank that computes them
         self.metrics: Mapping[str, Tensor] = {}  # of the last step or evaluation, by name, on every rank
@@ -134,6 +137,10 @@ class Step:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ZbfxError(f"count is the number of training steps so far, an integer >= 0; found {value!r}")
         self._count = value
+
+    def is_bound(self) -> bool:
+        """Whether calls may follow that train the model."""
+        return not self.is_closed
 
     @property
     def microbatches(self) -> int:
