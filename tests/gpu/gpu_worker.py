@@ -491,6 +491,45 @@ def started(device: torch.device) -> dict[str, Any]:
     return found
 
 
+def measured(logits: Tensor, targets: Tensor) -> Any:
+    right = (logits.argmax(-1) == targets).sum()
+    metrics = {"right": (right, torch.ones_like(targets).sum()), "largest": zbfx.Metric(logits.abs().amax(), "max")}
+    return next_token_loss(logits, targets), metrics
+
+
+def chosen(logits: Tensor, targets: Tensor) -> Tensor:
+    return logits.float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+
+
+def outputs(device: torch.device) -> dict[str, list[dict[str, Any]]]:
+    """By backend, what forwards, evaluations and steps return, four times in turn: launched, captured and replayed."""
+    torch.use_deterministic_algorithms(True)
+    model, (ids, targets) = model_and_batch(SMALL, MICROBATCHES * 2, device)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for backend in BACKENDS:
+        pipe = zbfx.compile(
+            model,
+            stages=dist.get_world_size(),
+            microbatches=MICROBATCHES,
+            example_inputs=(ids[:2],),
+            example_targets=targets[:2],
+            loss_fn=measured,
+            schedule="zb-2p",
+            backend=backend,
+        )
+        step, rows = pipe.bind(), []
+        for _ in range(4):
+            scores = step.forward(ids, targets, outputs=chosen, everywhere=True)
+            evaluated, measured_there = step.evaluate(ids, targets), dict(step.metrics)
+            values = {"scores": scores, "evaluated": evaluated, "loss": step(ids, targets), **step.metrics}
+            values |= {f"evaluated {name}": value for name, value in measured_there.items()}
+            rows.append({name: value.cpu() for name, value in values.items()})
+        rows[-1]["captured"] = [engine.captured is not None for engine in step.engines]
+        step.close()
+        found[backend] = rows
+    return found
+
+
 SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
     "equal": equal,
     "steady": steady,
@@ -507,6 +546,7 @@ SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
     "unwaited": unwaited,
     "emptied": emptied,
     "profiled": profiled,
+    "outputs": outputs,
 }
 
 

@@ -94,6 +94,24 @@ def test_code_is_loaded_before_messages(tmp_path: Path, world: int) -> None:
     assert all(found == first for found in others)
 
 
+def test_forwards_are_compiled_and_captured_as_steps_are(tmp_path: Path) -> None:
+    """Outputs, evaluations and metrics are the same each time, and those of eager in bits where nothing is compiled."""
+    first, other = launch(2, "outputs", tmp_path)
+    expected = first["eager"][0]
+    for backend, rows in first.items():
+        assert rows[-1].pop("captured") == [BACKENDS[backend].captures] * 3
+        other[backend][-1].pop("captured")
+        for row, there in zip(rows, other[backend], strict=True):
+            assert row.keys() == expected.keys()
+            assert all(torch.equal(value, there[name]) for name, value in row.items()), backend
+            for name, value in row.items():
+                assert torch.equal(value, rows[0][name]), (backend, name)
+                if BACKENDS[backend].compiles:
+                    assert error(value, expected[name]) < 5e-2, (backend, name)
+                else:
+                    assert torch.equal(value, expected[name]), (backend, name)
+
+
 def test_steps_do_not_wait_for_the_device(tmp_path: Path) -> None:
     first, other = launch(2, "unwaited", tmp_path)
     losses = [loss for case in first.values() for loss in case]

@@ -103,9 +103,9 @@ class StaticInputs:
 
 class Captured(Launched):
     """Runs an engine's program as a graph. The first run of an engine is launched, and warms everything up; the second
-    captures, without running anything, and replays; later ones copy the batch into static buffers and replay. Random
-    ops draw from the device's default generator, in program order: masks differ from those of other backends.
-    Evaluation is launched."""
+    captures, without running anything, and replays; later ones copy the batch into static buffers and replay. So do
+    forwards. Random ops draw from the device's default generator, in program order: masks differ from those of other
+    backends."""
 
     def prepare(self, engine: Engine) -> None:
         for runner in engine.runners:
