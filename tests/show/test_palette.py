@@ -49,3 +49,11 @@ def test_any_two_colours_are_far_apart(fills: dict[str, str], eyes: str) -> None
         for a, b in combinations(fills, 2)
     }
     assert min(apart.values()) > 5 * JUST_NOTICEABLE, sorted(apart.items(), key=lambda item: item[1])[:3]
+
+
+@pytest.mark.parametrize("fill", FILLS.values())
+def test_labels_are_read_on_every_fill(fill: str) -> None:
+    """Black on the fill has a contrast of 4.5, which the Web Content Accessibility Guidelines ask for."""
+    srgb = numpy.array([int(fill[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = numpy.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+    assert (XYZ[1] @ linear + 0.05) / 0.05 >= 4.5

@@ -12,7 +12,7 @@ from zbfx.plan import Action, CostTable, Kind
 from zbfx.timing.idle import Cause
 
 FILLS: Mapping[Kind, str] = {
-    Kind.P: "#332288",
+    Kind.P: "#ddcc77",
     Kind.F: "#56b4e9",
     Kind.B: "#e69f00",
     Kind.W: "#009e73",
