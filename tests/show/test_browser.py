@@ -1,4 +1,4 @@
-"""The page in headless Chromium: no error, hover and zoom work, labels have room, a large schedule pans smoothly.
+"""Page and playground in headless Chromium: no error, hover and zoom work, labels have room, much pans smoothly.
 
 Needs playwright and chromium, which zbfx does not install: pip install playwright, and a chromium on the path.
 pytest tests/show/test_browser.py
@@ -7,6 +7,7 @@ pytest tests/show/test_browser.py
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from zbfx.plan import CostTable, StageCost
+from zbfx.playground import LOOPBACK, server
 from zbfx.schedule import plan
 from zbfx.show.page import Subject, page
 
@@ -47,12 +49,18 @@ def browser() -> Iterator[Any]:
 
 def opened(browser: Any, path: Path, width: int) -> tuple[Any, list[str]]:
     """The page, drawn, and a list that grows with its errors."""
+    tab, errors = new_tab(browser, width)
+    tab.goto(path.as_uri())
+    tab.wait_for_function(DRAWN)
+    return tab, errors
+
+
+def new_tab(browser: Any, width: int) -> tuple[Any, list[str]]:
+    """A tab, and a list that grows with its errors."""
     errors: list[str] = []
     tab = browser.new_page(viewport={"width": width, "height": 900})
     tab.on("console", lambda message: errors.append(message.text) if message.type in ("error", "warning") else None)
     tab.on("pageerror", lambda error: errors.append(str(error)))
-    tab.goto(path.as_uri())
-    tab.wait_for_function(DRAWN)
     return tab, errors
 
 
@@ -104,4 +112,22 @@ def test_24576_actions_open_and_pan_smoothly(browser: Any, tmp_path: Path) -> No
     for scale in (4, 32):
         frames = tab.evaluate(PAN, scale)
         assert 1000 / median(frames) >= FRAMES_PER_S, scale
+    assert errors == []
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_sliders_of_the_playground_are_answered(browser: Any, width: int) -> None:
+    tab, errors = new_tab(browser, width)
+    with server(0) as serving:
+        thread = threading.Thread(target=serving.serve_forever)
+        thread.start()
+        tab.goto(f"http://{LOOPBACK}:{serving.server_address[1]}/")
+        inside = tab.frame_locator("#page")
+        inside.get_by_text("iteration time 27").first.wait_for()
+        tab.get_by_label("microbatches m").fill("16")
+        inside.get_by_text("iteration time 51").first.wait_for()
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        tab.close()
+        serving.shutdown()
+        thread.join()
     assert errors == []
