@@ -7,6 +7,7 @@ import pytest
 from benchmarks.planner.frontier import QUESTIONS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("question", sorted(QUESTIONS))
 def test_rows_of_every_question(question: str) -> None:
     first, *_ = QUESTIONS[question](3, 1, 0.2)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from benchmarks.coverage.same_bits import ROOT, compared, same_bits
@@ -35,6 +36,8 @@ def test_what_one_run_lacks_differs() -> None:
     assert compared(both, "it failed")["error_after"] == "it failed"
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_a_checkout_equals_itself(tmp_path: Path) -> None:
     script = ROOT / "benchmarks" / "coverage" / "same_bits.py"
     command = [sys.executable, str(script), "--before", str(ROOT), "--only", "dropout", "--schedule", "zb-h1"]

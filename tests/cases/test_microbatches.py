@@ -23,6 +23,7 @@ def token_sum(logits: Tensor, targets: Tensor) -> Any:
     return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum"), (targets != -100).sum()
 
 
+@pytest.mark.slow
 def test_case_40_ignored_tokens_weigh_nothing() -> None:
     """Equal to one process on the whole batch, however the ignored tokens fall into microbatches."""
     for labels in ([1, 2, -100, 0], [-100, -100, 3, 1], [0, -100, -100, -100], [1, 2, 3, 4]):
@@ -164,6 +165,7 @@ def test_case_46_evaluation_and_steps_in_any_order(stages: int) -> None:
     step(*problem.inputs)
 
 
+@pytest.mark.slow
 def test_case_47_batch_norm_updates_in_microbatch_order() -> None:
     """As gradient accumulation in one process: m updates with the microbatches' statistics, none from compile."""
     torch.manual_seed(0)

@@ -137,6 +137,7 @@ def backward_of_product(ctx: Any, gradient: Tensor) -> Any:
 opaque_product.register_autograd(backward_of_product, setup_context=save)
 
 
+@pytest.mark.slow
 def test_case_04_custom_function() -> None:
     pipe = check(Problem(BetweenTwoCalls(Product.apply), squares, (numbers(6, WIDTH),)))
     assert not any("not split" in note for note in pipe.schedule.notes)  # made of aten ops, which split
@@ -163,6 +164,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.blocks, self.first(x), use_reentrant=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pairs", [1, 2, 4, 8, 16])
 def test_case_05_checkpointed_block_is_recomputed_once(pairs: int) -> None:
     """Also where cuts go through it: each stage recomputes its own part."""

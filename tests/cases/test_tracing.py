@@ -454,6 +454,7 @@ def two_layers(self: Any, x: Tensor) -> Tensor:
     return torch.tanh(x @ self.a) @ self.b
 
 
+@pytest.mark.slow
 def test_case_31_loss_that_runs_backward_itself() -> None:
     check(of(two_layers, loss_fn=ChunkedLoss.apply), (1, 2))
     check(of(two_layers, loss_fn=hidden_gradient), (1, 2))

@@ -50,6 +50,7 @@ def target(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_right_pipeline_is_reported(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", f"{target}:pipeline", "--stages", "2"]) == 0
     # Two losses, their mean and four gradients, in two steps, by the programs and by the model.

@@ -39,6 +39,7 @@ def test_of_costs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [view["name"] for view in views_of(folder / "report.html")] == ["zb-h1", "gpipe", "1f1b"]
 
 
+@pytest.mark.slow
 def test_of_a_model_with_a_measured_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["report", "user_model.py:planned", "--microbatches", "4", "--schedule", "1f1b", "--profile"]
     assert main([*command, "--compare", "zb-h1", "--out", "mine.html"]) == 0

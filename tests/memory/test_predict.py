@@ -46,6 +46,7 @@ def rows_of(make: Maker, pipe: zbfx.Pipeline) -> list[list[torch.Tensor]]:
     return pipe.compiled.signature.split((*problem.inputs, *problem.targets), problem.kwargs, MICROBATCHES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [*LINEAR, *PLACED])
 @pytest.mark.parametrize("make", [gpt, gpt2, bert, vit, unet_batch_norm, mlp])
 def test_peak_of_every_rank_is_predicted_to_the_byte(make: Maker, schedule: str) -> None:

@@ -97,6 +97,7 @@ def test_thirty_steps_equal_the_barrier_in_bits(ranks: int, cause: int, dtype: t
 DRIFT = {torch.float32: 32 * 2.0**-24, torch.bfloat16: 16 * 2.0**-8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", list(DRIFT))
 @pytest.mark.parametrize("name", INVERTIBLE)
 def test_thirty_steps_by_arithmetic_stay_within_the_bound(name: str, dtype: torch.dtype) -> None:
@@ -204,6 +205,7 @@ def test_nan_in_one_microbatch_of_one_stage(ranks: int, phase: str) -> None:
         assert causes[1] == f"{phase}{stage}.1 (stage {stage}, microbatch 1)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h2"])
 def test_schedules(schedule: str) -> None:
     max_norm, barrier = clipping(4, torch.float32, 2, "adamw")
@@ -367,6 +369,7 @@ def test_tied_weights_count_once() -> None:
     assert same_bits(results[False], results[True])
 
 
+@pytest.mark.slow
 def test_buffers_that_forwards_write_are_restored() -> None:
     found = {}
     for sync in (True, False):

@@ -22,6 +22,7 @@ SLOW = Link(latency_s=1e-7, bytes_per_s=2e7, replicas=2)  # sums take about as l
 M = 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [gpt, gpt2, mlp, unet_batch_norm])
 def test_parts_of_w_make_every_gradient_once(make: Maker) -> None:
     for stage in shared(make, 2, 2).stages:
@@ -40,6 +41,7 @@ def test_layers_of_an_mlp_come_apart() -> None:
     assert len(inseparable(phase)) == len(phase.gradients) == 6  # three layers, weight and bias
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [gpt, gpt2])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_same_bits_as_whole_ws(make: Maker, schedule: str) -> None:
@@ -97,6 +99,7 @@ def test_without_clustering_all_sums_wait_for_the_last_w() -> None:
         assert kinds == ["call"] * kinds.count("call") + ["sum"] * kinds.count("sum")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
 @pytest.mark.parametrize("bytes_per_s", [1e7, 1e8, 1e9])
 def test_clustering_hides_more(schedule: str, bytes_per_s: float) -> None:

@@ -15,6 +15,7 @@ from zbfx.passes.partition import level_ranks, module_of, partition
 aten = torch.ops.aten
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [mlp, gpt, unet_group_norm, t5])
 @pytest.mark.parametrize("stages", [1, 3, 4])
 def test_every_node_is_in_one_stage_and_every_stage_has_some(make: Maker, stages: int) -> None:

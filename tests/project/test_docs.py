@@ -167,6 +167,7 @@ def zbfx_prints(
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", OF_ZBFX)
 def test_command_of_zbfx_runs(command: str, zbfx_prints: Callable[[str], str]) -> None:
     zbfx_prints(command.removeprefix("python -m zbfx"))

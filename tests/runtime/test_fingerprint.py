@@ -46,6 +46,7 @@ def test_the_formula(size: int) -> None:
     assert one(octets) == by_hand(bytes(octets.tolist()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_bit_of_every_dtype_counts(dtype: torch.dtype) -> None:
     octets = torch.randint(2 if dtype is torch.bool else 256, (48,), dtype=torch.uint8)

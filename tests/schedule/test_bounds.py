@@ -60,6 +60,7 @@ def all_bounds(costs: CostTable, m: int, limit: int | None) -> dict[str, Fractio
     return {name: Fraction(value, problem.ticks_per_s) for name, value in ticks.items()}
 
 
+@pytest.mark.slow
 @given(problems(most_ranks=2, most_microbatches=3))
 @settings(max_examples=150, deadline=None)
 def test_no_bound_exceeds_the_exhaustive_optimum(problem: tuple[CostTable, int, int | None]) -> None:
@@ -72,6 +73,7 @@ def test_no_bound_exceeds_the_exhaustive_optimum(problem: tuple[CostTable, int, 
     assert certificate.seconds <= optimum
 
 
+@pytest.mark.slow
 @given(problems(most_ranks=4, most_microbatches=8))
 @settings(max_examples=100, deadline=None)
 def test_no_bound_exceeds_any_schedule(problem: tuple[CostTable, int, int | None]) -> None:

@@ -103,6 +103,7 @@ def test_slow_ends_are_planned_to_their_bound() -> None:
     assert found.iteration_s < plan(CostTable.chain(SLOW_ENDS, 1), 64, schedule="zb-h1").iteration_s
 
 
+@pytest.mark.slow
 def test_large_problems_keep_the_limit_and_know_a_start() -> None:
     costs = CostTable.chain(SLOW_ENDS * 4, 1)
     begun = perf_counter()

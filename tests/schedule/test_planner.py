@@ -28,6 +28,7 @@ BEST = {  # bubble rates that meet their lower bound: (ZB-1p, ZB-2p)
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", BEST, ids=lambda key: f"{key[0]}-m{key[1]}")
 def test_zb_1p_and_zb_2p_are_proven_optimal(key: tuple[str, int]) -> None:
     setting = SETTINGS[key]

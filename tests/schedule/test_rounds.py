@@ -29,6 +29,7 @@ def test_rounds_are_as_good_as_the_published_greedy(key: tuple[str, int]) -> Non
     assert round(1 - work_s / problem.seconds(found.cost), 4) <= GREEDY_ZB_V[key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [1, 2, 3, 6])
 @pytest.mark.parametrize("m", [1, 2, 7, 20])
 def test_rounds_of_unequal_stages_keep_the_limit_or_give_up(p: int, m: int) -> None:

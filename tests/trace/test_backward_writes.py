@@ -181,6 +181,7 @@ def agree(problem: Problem, stages: int, **options: Any) -> None:
         torch.testing.assert_close(buffer, wanted[name], rtol=TOLERANCE, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("body", BODIES)
@@ -201,6 +202,7 @@ def test_evaluation_leaves_buffers_of_the_backward_alone() -> None:
     assert torch.equal(problem.model.get_buffer("amax"), before)
 
 
+@pytest.mark.slow
 def test_other_shapes_write_them_too() -> None:
     problem = of(averaged)
     eager = copy.deepcopy(problem.model)
@@ -293,6 +295,7 @@ def saved_in_a_checkpoint_and_written(self: Any, x: Tensor) -> Tensor:
     return averaged(self, saved_in_a_checkpoint(self, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -322,6 +325,7 @@ def looking_hook(module: nn.Module, *gradients: Any) -> None:
     KEPT.append(gradients[-1][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 @pytest.mark.parametrize("stages", [1, 3])
 def test_hooks_on_modules_write_their_buffers(register: str, stages: int) -> None:
@@ -355,6 +359,7 @@ def written_in_part(self: Any, x: Tensor) -> Tensor:
     return x @ weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [normalised, clipped, written_in_place, written_in_part])
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_checkpointed_values_of_parameters_alone(part: Callable[[Any, Tensor], Tensor], stages: int) -> None:

@@ -93,6 +93,7 @@ def assert_equal(model: nn.Module, found: Tensor, call: Call) -> None:
     model.zero_grad()
 
 
+@pytest.mark.slow
 @double
 @pytest.mark.parametrize("size", [1, 3], ids=["one row", "as long as weights and positions"])
 @pytest.mark.parametrize("on_new_shape", ["refuse", "recompile", "symbolic"])
@@ -166,6 +167,7 @@ def grown(size: int, rows: int) -> Callable[[str], Tensor]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_new_shape", ["recompile", "symbolic"])
 @pytest.mark.parametrize(("size", "rows"), [(1, 3), (2, 6), (1, 12), (2, 12), (4, 12)])
 def test_whole_tensor_that_grows_with_the_batch_is_refused(size: int, rows: int, on_new_shape: str) -> None:

@@ -111,6 +111,7 @@ class Lagging(nn.Module):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", ["hidden", "view", "input"])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_buffer_whose_next_value_is_known_before_it_is_read(of: str, stages: int) -> None:
@@ -133,6 +134,7 @@ class Averaged(nn.Module):
         return x + self.linear(x).relu() - (self.mean.view(1, 4).expand(x.shape) if self.views else self.mean)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_evaluation_of_buffers_that_only_training_writes(views: bool, stages: int) -> None:

@@ -128,6 +128,7 @@ def agree(model: Any, name: str, loss_fn: Any = squares) -> None:
     assert_same(stepped(problem, pipe), expected, TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of dynamo
 @pytest.mark.parametrize("ran", [False, True], ids=["new", "ran before"])
 @pytest.mark.parametrize(("change", "name"), CASES)

@@ -350,6 +350,7 @@ class Derived(nn.Module):
         return self.third(h) / self.count + self.squared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_forwards_of_the_model_between_steps(mode: Callable[[], Any], backend: str) -> None:

@@ -132,6 +132,7 @@ if hasattr(F, "linear_cross_entropy"):
 REFUSED = {"gaussian_nll_loss"}  # it looks at values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss_fn", "targets"), CASES)
 def test_a_traced_loss_is_that_of_autograd(loss_fn: Loss, targets: tuple[Tensor, ...]) -> None:
     with default_dtype(torch.float64):

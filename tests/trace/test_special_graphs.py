@@ -528,6 +528,7 @@ def weighted(weigh: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Problem:
     return Problem(Weighted(weigh), None, (numbers(6, WIDTH),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weigh", WEIGHTED.values(), ids=WEIGHTED)
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_loss_with_a_parameter_as_a_term(weigh: Callable[[Tensor, Tensor, Tensor], Tensor], stages: int) -> None:
