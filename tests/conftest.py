@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,10 @@ import pytest
 
 from tests.support.models import OF_TRANSFORMERS
 from tests.support.pool import Launch, Pool
-from zbfx.schedule import plan
+from tests.support.small import settle_for_small_models
 
 if TYPE_CHECKING:
     from xdist.scheduler import LoadFileScheduling
-
-SEARCH_S = 0.3
 
 
 @cache
@@ -35,11 +33,8 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="session", autouse=True)
 def for_small_models() -> Iterator[None]:
-    """`compile` searches for a schedule until it meets a bound or the time is up: it needs less. Inductor compiles in
-    this process: others start in more time than they save."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zbfx.candidate.plan", partial(plan, budget_s=SEARCH_S))
-        patch.setattr("torch._inductor.config.compile_threads", 1)
+        settle_for_small_models(patch)
         yield
 
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import zbfx
 from tests.support.models import MODELS, Maker, Problem, gpt, gpt2, mixtral, mlp
-from tests.support.reference import assert_same, compiled, default_dtype, reference, rescheduled, stepped
+from tests.support.reference import assert_same, compiled, default_dtype, reference, rescheduled, shared, stepped
 from zbfx.plan import Action, Kind
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1")
@@ -36,10 +36,9 @@ def test_mixture_of_experts_in_single_precision() -> None:
     assert_same(stepped(problem, compiled(problem, 4, 3)), reference(problem, 3), 1e-5)
 
 
-@functools.cache
 def double_precision_gpt(stages: int) -> zbfx.Pipeline:
     with default_dtype(torch.float64):
-        return compiled(gpt(1), stages, 1)
+        return shared(gpt, stages, 1)
 
 
 @pytest.mark.slow

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zbfx
 from tests.processes.worker import refusal, train
 from tests.support.models import Maker, Problem, gpt2, mlp
-from tests.support.reference import compiled, default_dtype, loss_of, relative_error, rescheduled
+from tests.support.reference import compiled, default_dtype, loss_of, one_trace, relative_error, rescheduled
 from zbfx.optim import PostValidated
 from zbfx.options import placement_of
 from zbfx.runtime import captured
@@ -43,8 +43,9 @@ def part(problem: Problem, replica: int, replicas: int) -> Problem:
 
 
 def pipelines(replicas: int, ranks: int, make: Maker, schedules: Iterable[str], **options: Any) -> Compiled:
-    """A trace for each placement; searched schedules are rank 0's, and get one of their own."""
+    """From one trace, stages for each placement; searched schedules are rank 0's, and get stages of their own."""
     found: Compiled = {}
+    traces: dict[nn.Module, Any] = {}
     traced: dict[tuple[int, ...], zbfx.Pipeline] = {}
     whole = make(M * replicas)
     for schedule in schedules:
@@ -52,7 +53,8 @@ def pipelines(replicas: int, ranks: int, make: Maker, schedules: Iterable[str], 
         if placement in traced and schedule not in SEARCHED:
             pipe = rescheduled(traced[placement], M, schedule)
         else:
-            pipe = traced[placement] = compiled(part(whole, 0, replicas), ranks, M, schedule=schedule, **options)
+            with one_trace(traces):
+                pipe = traced[placement] = compiled(part(whole, 0, replicas), ranks, M, schedule=schedule, **options)
         found[f"{make.__name__} {schedule}"] = (whole, pipe)
     return found
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -44,9 +43,11 @@ def one_raises(rank: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def own() -> Iterator[Pool]:
-    with closing(Pool()) as pool:
-        yield pool
+def own(pool: Pool) -> Iterator[Pool]:
+    """Other processes than those of other tests."""
+    found = Pool(pool.templates)
+    yield found
+    found.end_workers()
 
 
 def sums(pool: Pool) -> list[int]:

@@ -207,10 +207,13 @@ class Pool:
         self.workers |= {rank: self.templates[rank % TEMPLATES].fork() for rank in missing}
         return {rank: self.workers[rank] for rank in range(world)}
 
-    def close(self) -> None:
+    def end_workers(self) -> None:
         for worker in self.workers.values():
             worker.end()
+        self.workers.clear()
+
+    def close(self) -> None:
+        self.end_workers()
         for template in self.templates:
             template.end()
-        self.workers.clear()
         self.templates.clear()

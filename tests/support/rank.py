@@ -21,10 +21,13 @@ from multiprocessing.reduction import recv_handle
 from queue import SimpleQueue
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+import tests.support.reference  # noqa: F401  what scenarios import
 import zbfx
+from tests.support.small import settle_for_small_models
 
 Task = tuple[Callable[..., Any], tuple[Any, ...], int, int, int]  # scenario, arguments, rank, world size, port
 
@@ -84,6 +87,7 @@ def fork(control: Connection) -> None:
     """Ranks on request, each with a connection and a file for what it writes to stderr, and how they have ended."""
     assert zbfx.Pipeline.__name__, "imported once, before the first rank"
     torch.set_num_threads(1)
+    settle_for_small_models(pytest.MonkeyPatch())
     gc.collect()
     gc.freeze()
     control.send(True)
