@@ -304,14 +304,22 @@ def add_check(commands: Any) -> None:
     checking.add_argument("target", metavar="FILE.py:FUNCTION", help=f"{EXAMPLE}; or module:function")
     checking.add_argument("--stages", type=int, help="pipeline ranks (default: what the function says, or 2)")
     checking.add_argument("--seed", type=int, default=0, help="of the random data (default: 0)")
+    checking.add_argument(
+        "--programs", action="store_true", help="print what is proven of the programs of all ranks; runs nothing"
+    )
     checking.set_defaults(command=check_command)
 
 
 def check_command(options: argparse.Namespace) -> None:
-    """Prints the report; raises `ZbfxError` if a gradient is lost, doubled or different."""
+    """Prints the report; raises `ZbfxError` if a gradient is lost, doubled or different. With `--programs`, prints what
+    holds for the programs, and raises if a rule is broken."""
     import zbfx  # brings torch, which the planning commands do without
 
     given = named_arguments("check", options.target)
+    if options.programs:
+        stages = {} if options.stages is None else {"stages": options.stages}
+        print(proof_of(zbfx.compile(**{"stages": 2, "microbatches": 8, **given, **stages, "check": False})))
+        return
     arguments = {"stages": 2, "microbatches": 2, "schedule": "1f1b", **given, "check": False}
     if options.stages is not None:
         arguments["stages"] = options.stages
@@ -319,3 +327,10 @@ def check_command(options: argparse.Namespace) -> None:
     if not report:
         raise ZbfxError(f"the pipeline is wrong: {report}")
     print(report)
+
+
+def proof_of(pipe: Any) -> Any:
+    """What holds for the programs of a pipeline."""
+    from zbfx.verify.proof import Proof
+
+    return Proof.of(pipe.programs, pipe.schedule, [memory.peak_bytes for memory in pipe.memory])

@@ -69,10 +69,11 @@ class ParameterBucket(GradientBucket):
 
 
 class Bound(nn.Module):
-    """A node that runs a function bound at run time."""
+    """A node that runs a function bound at run time; `name` is that of what it makes for other ranks, if it does."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str | None = None) -> None:
         super().__init__()
+        self.name = name
         self.run: Callable[..., Any] | None = None
 
     def forward(self, *args: Any) -> Any:

@@ -85,7 +85,7 @@ class Relay:
         """Get the verdict, pass it on, and look at it."""
         source, target = self.part.passed_on(Passed.VERDICT)
         if source is None:
-            verdict = self.nodes.call("own_verdict", Bound())
+            verdict = self.nodes.call("own_verdict", Bound(Passed.VERDICT.value))
         else:
             self.nodes.post(source)
             verdict = self.nodes.receive_one(source)
@@ -113,7 +113,7 @@ class Relay:
         if source is not None:
             self.nodes.post(source)
             received = [self.nodes.receive_one(source)]
-        state = self.nodes.call("reduce", Bound(), received)
+        state = self.nodes.call("reduce", Bound(Passed.STATE.value), received)
         if target is not None:
             self.nodes.send(target, [state])
         self.nodes.call("step", Bound(), [state])

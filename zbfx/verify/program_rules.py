@@ -15,7 +15,15 @@ from torch import fx, nn
 from zbfx.graphs import Phase, Role
 from zbfx.plan import Action, Kind, parts
 from zbfx.program import ops
-from zbfx.program.calls import AddToGradient, GradientBucket, Item, PhaseCall
+from zbfx.program.calls import (
+    AddToGradient,
+    Gradient,
+    GradientBucket,
+    Item,
+    PartialSum,
+    PhaseCall,
+    Summary,
+)
 from zbfx.program.codegen import Program
 from zbfx.program.messages import TensorLayout, layout_of
 from zbfx.program.streams import Beside, join
@@ -33,11 +41,14 @@ def program_is_in_order(program: Program) -> Problems:
 
 
 def calls_are_actions(program: Program) -> Problems:
-    """A call of a phase is an action of its stage and kind, and no other call is one."""
+    """A call of a phase is an action of its stage and kind, and of a microbatch that there is; no other call is one."""
+    microbatches = range(len(program.module.graph.find_nodes(op="placeholder")) - 1)
     for node in program.module.graph.find_nodes(op="call_module"):
         module, action = called_by(node), node.meta.get("action")
         expected = (module.phase.kind, module.phase.stage) if isinstance(module, PhaseCall) else None
         yield from equal(f"the action of {node}", expected, action and (action.kind, action.stage))
+        if action and action.microbatch not in microbatches:
+            yield Problem(f"the microbatch of {node}", f"one of {len(microbatches)}", action.microbatch)
 
 
 def called_by(node: fx.Node) -> nn.Module:
@@ -72,6 +83,7 @@ class Flow:
     holds: Mapping[Any, tuple[Item, int | None]]
     messages: Mapping[str, list[fx.Node]]
     buckets: Mapping[str, list[fx.Node]]
+    transport: fx.Node
     microbatches: tuple[fx.Node, ...]
 
     @property
@@ -105,7 +117,7 @@ class Flow:
         entries = (node for node in place if node.target is operator.getitem and node.args[0] in gives)
         holds = {node: held for node in entries for held in entry(*gives[node.args[0]], node.args[1])}
         inputs = tuple(node for node in place if node.op == "placeholder")
-        return cls(program, place, tuple(calls), holds, messages, buckets, inputs[1:])
+        return cls(program, place, tuple(calls), holds, messages, buckets, inputs[0], inputs[1:])
 
 
 def entry(items: tuple[Item, ...], microbatch: int | None, index: Any) -> list[tuple[Item, int | None]]:
@@ -130,13 +142,41 @@ def messages_are_handled_once(flow: Flow) -> Problems:
             yield Problem(f"message {key}", "post, receive or send, release", found)
 
 
+def transports_are_passed(flow: Flow) -> Problems:
+    """What moves messages or buckets gets the program's transport."""
+    for node in each((*flow.messages.values(), *flow.buckets.values())):
+        yield from equal(f"the transport of {node}", flow.transport, node.args[0])
+
+
 def messages_hold_their_values(flow: Flow) -> Problems:
-    """What an action sends are the values that the message names, of its microbatch."""
+    """What an action sends are the values that the message names, of its microbatch. What is passed along the chain is
+    what came from the rank before, or what arises here."""
     for key, (node, *_) in flow.messages.items():
         message = flow.program.messages[key]
         if node.target is ops.send and message.producer:
             expected = [(name, message.producer.microbatch) for name in message.names]
-            yield from equal(f"what {key} sends", expected, [flow.holds.get(value) for value in node.args[2]])  # type: ignore[union-attr]
+            yield from equal(f"what {key} sends", expected, [flow.holds.get(value) for value in sent(node)])
+        elif node.target is ops.send:
+            yield from equal(f"what {key} sends", [*message.names], [carried(flow, value) for value in sent(node)])
+
+
+def sent(node: fx.Node) -> tuple[fx.Node, ...]:
+    return tuple(node.args[2])  # type: ignore[arg-type]
+
+
+def carried(flow: Flow, value: fx.Node) -> str | None:
+    """What a node holds that belongs to no action: the name of a gradient, or of what passes along the chain."""
+    if value.op == "call_module":
+        return getattr(called_by(value), "name", None)
+    if value.target is not operator.getitem:
+        return None
+    source, index = value.args
+    if source.op == "call_module":  # type: ignore[union-attr]
+        names = [name for name, _ in flow.program.chain.summary] if isinstance(called_by(source), Summary) else []  # type: ignore[arg-type]
+    else:
+        message = flow.program.messages.get(str(source.args[1])) if source.target is ops.receive else None  # type: ignore[union-attr]
+        names = [*message.names] if message is not None and message.producer is None else []
+    return names[index] if isinstance(index, int) and 0 <= index < len(names) else None
 
 
 def messages_fit_their_phases(flow: Flow) -> Problems:
@@ -176,6 +216,17 @@ def calls_get_their_arguments(flow: Flow) -> Problems:
         yield from equal(f"arguments of {call.node}", expected, [flow.holds.get(v, v) for v in call.node.args])
 
 
+def what_is_made_is_read(flow: Flow) -> Problems:
+    """What calls make and messages bring is read: by a call, a message, a sum, or as a result."""
+    for node in flow.holds:
+        if not node.users:
+            yield Problem(node, "a reader", "none")
+    for node in flow.place:
+        made = isinstance(called_by(node), PartialSum | Gradient) if node.op == "call_module" else False
+        if (made or node.target is ops.receive) and not node.users:
+            yield Problem(node, "a reader", "none")
+
+
 def actions_come_in_turn(flow: Flow) -> Problems:
     """Of a stage and a microbatch, F comes before B and B before W; a prologue comes before the first F."""
     last: dict[tuple[int, int], CallNode] = {}
@@ -213,6 +264,13 @@ def microbatches_are_alike(flow: Flow) -> Problems:
     return each(alike(f"what is made of microbatch {k}", everything, found) for k, found in made.items())
 
 
+def buffers_are_written_in_turn(flow: Flow) -> Problems:
+    """A buffer is written by one microbatch after the other, in their order."""
+    for name in {call.phase.name: None for call in flow.calls if call.phase.updates}:
+        found = [call.action.microbatch for call in flow.calls if call.phase.name == name]
+        yield from equal(f"the order of microbatches in {name}, which writes a buffer", sorted(found), found)
+
+
 def calls_beside_are_joined(flow: Flow) -> Problems:
     """A call beside others is joined once, by a node that keeps alive what the call reads."""
     module = flow.program.module
@@ -229,8 +287,23 @@ def buckets_are_awaited(flow: Flow) -> Problems:
             if found not in ([], pair):
                 names = [[f.__name__ for f in functions] for functions in (pair, found)]
                 yield Problem(key, *map(", ".join, names))
+        for begin in (node for node in nodes if node.target in (ops.reduce, ops.gather)):
+            yield from equal(f"the tensor of {begin}", key, getattr(called_by(begin.args[2]), "name", None))  # type: ignore[arg-type]
     due = {bucket.key for bucket in flow.program.buckets if not bucket.shared}
     yield from alike("the sums", {key for key in due if not nodes_that(flow, ops.reduce, key)}, ())
+
+
+def sums_are_whole(flow: Flow) -> Problems:
+    """A stage's sum of a gradient is read once all calls that add to it have ended, the gradient itself once it is
+    added up and summed over the replicas."""
+    for node, module in ((node, called_by(node)) for node in flow.place if node.op == "call_module"):
+        if isinstance(module, PartialSum):
+            adds = (c for c in flow.calls if c.phase.stage == module.stage and module.name in c.phase.gradients)
+            yield from alike(f"what adds to {node} later", (), (c.node for c in adds if c.end > flow.place[node]))
+        elif isinstance(module, Gradient):
+            sums = (n for nodes in flow.buckets.values() for n in nodes if n.target in SUMMED)
+            late = (n for n in sums if n.args[1] == module.name and flow.place[n] > flow.place[node])
+            yield from alike(f"what sums {node} later", (), late)
 
 
 def nodes_that(flow: Flow, function: object, key: str) -> list[fx.Node]:
@@ -283,13 +356,21 @@ def program_returns_its_results(flow: Flow) -> Problems:
     the batch and its metrics."""
     made = [(p, call.action.microbatch) for call in flow.calls for p in call.phase.last if p.role is not Role.METRIC]
     summary = [(name, None) for name, _ in flow.program.chain.summary if flow.microbatches]
-    found = [flow.holds.get(node) for node in outputs_of(flow.program.module.graph)]
+    found = [flow.holds.get(node, (carried(flow, node), None)) for node in outputs_of(flow.program.module.graph)]
     yield from alike("the results", [*((str(port), k) for port, k in made), *summary], flow.program.results)
-    yield from equal("what is returned", [r if r.microbatch is not None else None for r in flow.program.results], found)
+    yield from equal("what is returned", [*flow.program.results], found)
     for name in dict.fromkeys(str(port) for port, _ in made):
         order = [result.microbatch for result in flow.program.results if result.name == name]
         of_each = [k for k in order if k is not None]
         yield from equal(f"the order of {name}", sorted(of_each), of_each)
+
+
+def summaries_are_of_all_microbatches(flow: Flow) -> Problems:
+    """The loss and the metrics of the batch are made of those of its microbatches, in their order."""
+    ports = dict.fromkeys(port for call in flow.calls for port in call.phase.last if port.role is not Role.OUTPUT)
+    for node in (node for node in flow.place if node.op == "call_module" and isinstance(called_by(node), Summary)):
+        expected = [(str(port), k) for port in ports for k in range(len(flow.microbatches))]
+        yield from equal(f"what {node} is made of", expected, [flow.holds.get(value) for value in node.args])
 
 
 # Beside the schedule.
@@ -329,19 +410,24 @@ def messages_are_released_as_planned(schedule: Schedule, flow: Flow) -> Problems
 
 PROGRAM: RuleTable = (program_is_in_order, calls_are_actions)
 FLOW: RuleTable = (
+    transports_are_passed,
     messages_are_the_ranks,
     messages_are_handled_once,
     messages_hold_their_values,
     messages_fit_their_phases,
     calls_pack_their_phase,
     calls_get_their_arguments,
+    what_is_made_is_read,
     actions_come_in_turn,
     prologues_run_once,
+    buffers_are_written_in_turn,
     microbatches_are_alike,
     calls_beside_are_joined,
     buckets_are_awaited,
     buckets_are_whole,
+    sums_are_whole,
     verdict_ends_the_prefix,
     program_returns_its_results,
+    summaries_are_of_all_microbatches,
 )
 ORDERED: RuleTable = (actions_are_the_schedules, messages_are_released_as_planned)
