@@ -57,6 +57,19 @@ def test_a_right_pipeline_is_reported(target: str, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == "28 results compared, 14 equal in bits, 0 wrong\n"
 
 
+def test_programs_are_proven_without_running(
+    target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zbfx.check", None)
+    assert main(["check", f"{target}:pipeline", "--programs", "--stages", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("proven of the programs of 3 ranks, ")
+    assert [line.split("  ")[0] for line in lines if not line.startswith(" ")][1:] == [
+        *("messages", "waits", "values", "gradients", "buffers", "beside others"),
+        *(f"memory, rank {rank}" for rank in range(3)),
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

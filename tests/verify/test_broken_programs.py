@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 
 import zbfx
-from tests.support.models import mixed
+from tests.support.models import Problem, mixed, numbers, squares
 from tests.support.reference import beside, compiled, rescheduled
 from zbfx.compiled import Compiled
 from zbfx.errors import BrokenGraph
@@ -35,6 +35,28 @@ RANKS = 3
 @functools.cache
 def pipeline() -> zbfx.Pipeline:
     return compiled(mixed(4), RANKS, 4, check=False)
+
+
+class Tied(nn.Module):
+    """One weight in its first and its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = nn.Linear(6, 6)
+        self.middle = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ends(torch.tanh(self.middle(torch.tanh(self.ends(x)))))
+
+
+@functools.cache
+def tied_pipeline() -> Compiled:
+    return compiled(Problem(Tied(), squares, (numbers(8, 6),)), 3, 4, schedule="zb-h1", check=False).compiled
+
+
+def tied() -> Compiled:
+    """With programs of its own, which a test may change."""
+    return replicated(tied_pipeline(), 2)
 
 
 def plain() -> Compiled:
@@ -202,11 +224,58 @@ def as_the_loss(program: Program, key: str) -> Program:
 
 
 Mutation = Callable[[Program], Program | None]
+
+
+def another_transport(program: Program) -> None:
+    uses(program, ops.post)[0].update_arg(0, node_of(program, "microbatch_0"))
+
+
+def no_weights(program: Program) -> None:
+    """No microbatch runs its W."""
+    for node in program.module.graph.find_nodes(op="call_module", target="W1"):
+        erased(program, node)
+
+
+def two_forwards_turned(program: Program) -> None:
+    node_of(program, "F0_0").prepend(node_of(program, "F0_1"))
+
+
+def sum_before_the_last_w(program: Program) -> None:
+    """A stage's sum of a shared gradient is known, and sent, while a call adds to it."""
+    node_of(program, "W0p0_3").prepend(node_of(program, "sum_0_0"))
+
+
+def total_before_it_is_summed(program: Program) -> None:
+    total = next(node for node in program.module.graph.nodes if str(node.target).startswith("total_"))
+    uses(program, ops.reduced)[0].prepend(total)
+
+
+def summary_turned(program: Program) -> None:
+    node = next(node for node in program.module.graph.nodes if node.target == "summary")
+    node.args = node.args[::-1]
+
+
+def another_tensor_is_summed(program: Program) -> None:
+    module = program.module.get_submodule("gradients_0")
+    module.name = "another"  # type: ignore[assignment]
+
+
+def another_loss_is_passed_on(program: Program) -> None:
+    node = uses(program, ops.send, "loss>1")[0]
+    node.update_arg(2, (node_of(program, "F2_0").next,))
+
+
+def of_no_microbatch(program: Program) -> None:
+    node_of(program, "F1_3").meta["action"] = Action(F, 1, 4)
+
+
 BROKEN: list[tuple[Callable[..., Any], Callable[[], Compiled], int, Mutation]] = [
     (program_rules.program_is_in_order, plain, 1, no_module),
     (program_rules.program_is_in_order, plain, 1, lambda p: node_of(p, "receive").prepend(node_of(p, "F1_0"))),
     (program_rules.calls_are_actions, plain, 1, other_action),
     (program_rules.calls_are_actions, plain, 1, no_action),
+    (program_rules.calls_are_actions, plain, 1, of_no_microbatch),
+    (program_rules.transports_are_passed, plain, 1, another_transport),
     (program_rules.messages_are_the_ranks, plain, 1, lambda p: replace(p, rank=2)),
     (program_rules.messages_are_the_ranks, plain, 1, lambda p: with_message(p, "F0.0>1", key="F0.1>1")),
     (program_rules.messages_are_the_ranks, plain, 1, lambda p: with_message(p, "F0.0>1", target=0)),
@@ -219,6 +288,7 @@ BROKEN: list[tuple[Callable[..., Any], Callable[[], Compiled], int, Mutation]] =
     (program_rules.messages_are_handled_once, plain, 1, lambda p: repeated(p, uses(p, ops.release)[0])),
     (program_rules.messages_are_handled_once, plain, 1, received_before_it_is_posted),
     (program_rules.messages_hold_their_values, plain, 1, sent_again),
+    (program_rules.messages_hold_their_values, plain, 2, another_loss_is_passed_on),
     (program_rules.messages_fit_their_phases, plain, 1, lambda p: as_the_loss(p, "F0.0>1")),
     (program_rules.messages_fit_their_phases, plain, 1, lambda p: as_the_loss(p, "B1.0>0")),
     (
@@ -230,6 +300,12 @@ BROKEN: list[tuple[Callable[..., Any], Callable[[], Compiled], int, Mutation]] =
     (program_rules.calls_get_their_arguments, plain, 1, other_microbatch),
     (program_rules.calls_pack_their_phase, plain, 1, a_result_is_lost),
     (program_rules.calls_pack_their_phase, plain, 1, a_value_is_not_asked_for),
+    (program_rules.what_is_made_is_read, plain, 1, no_weights),
+    (program_rules.buffers_are_written_in_turn, plain, 0, two_forwards_turned),
+    (program_rules.sums_are_whole, tied, 0, sum_before_the_last_w),
+    (program_rules.sums_are_whole, tied, 0, total_before_it_is_summed),
+    (program_rules.summaries_are_of_all_microbatches, plain, 2, summary_turned),
+    (program_rules.buckets_are_awaited, summed, 1, another_tensor_is_summed),
     (program_rules.actions_come_in_turn, plain, 1, lambda p: renamed(p, {"B1": W, "W1": B})),
     (program_rules.prologues_run_once, cast, 1, lambda p: repeated(p, node_of(p, "P1_0"))),
     (program_rules.prologues_run_once, cast, 1, prologue_of_another_microbatch),

@@ -5,49 +5,31 @@ Run: pytest tests/verify/test_broken_ranks.py (CPU, one process; runs nothing).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
-from tests.support.models import Problem, numbers, squares
-from tests.support.reference import compiled, rescheduled
-from tests.verify.test_broken_programs import keys_swapped, overlapped, phase_call, pipeline, plain, uses, with_message
+from tests.support.reference import rescheduled
+from tests.verify.test_broken_programs import (
+    keys_swapped,
+    overlapped,
+    phase_call,
+    pipeline,
+    plain,
+    tied,
+    uses,
+    with_message,
+)
 from zbfx.compiled import Compiled
 from zbfx.errors import BrokenGraph
 from zbfx.program import ops
 from zbfx.program.calls import AddToGradient, PartialSum
 from zbfx.program.codegen import Program
-from zbfx.replicas import replicated
 from zbfx.verify import RULES, rank_rules, verify
 
 Mutation = Callable[[Program], Program | None]
-
-
-class Tied(nn.Module):
-    """One weight in its first and its last layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ends = nn.Linear(6, 6)
-        self.middle = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.ends(torch.tanh(self.middle(torch.tanh(self.ends(x)))))
-
-
-@functools.cache
-def tied_pipeline() -> Compiled:
-    return compiled(Problem(Tied(), squares, (numbers(8, 6),)), 3, 4, schedule="zb-h1", check=False).compiled
-
-
-def tied() -> Compiled:
-    """With programs of its own, which a test may change."""
-    return replicated(tied_pipeline(), 2)
 
 
 def forwards_first() -> Compiled:

@@ -28,7 +28,7 @@ from zbfx import _torch
 from zbfx._torch import graph_module, pytree
 from zbfx.errors import ZbfxError
 from zbfx.passes.positions import IS_PLACED
-from zbfx.plan import Action
+from zbfx.plan import Action, Kind
 from zbfx.plans.conforming import conforms, fields_of, is_named_tuple, is_record
 from zbfx.plans.operators import name_of, target_of
 from zbfx.timing.views import View
@@ -60,7 +60,7 @@ class RecordWriter:
         if type(value) is tuple:
             return [self.data(entry) for entry in value]
         if isinstance(value, Action):
-            return {"action": str(value)}
+            return {"action": [value.kind.value, value.stage, value.microbatch]}
         if self.kinds.get(type(value).__name__) is type(value):
             return {"enum": [type(value).__name__, value.name]} if isinstance(value, Enum) else self.record(value)
         for kind, write in WRITTEN.items():
@@ -264,6 +264,12 @@ class RecordReader:
 PLACEHOLDER, CALL, OUTPUT = range(3)
 
 
+def action_of(kind: Any, stage: Any, microbatch: Any) -> Action:
+    if not (isinstance(stage, int) and isinstance(microbatch, int) and stage >= 0 and microbatch >= 0):
+        raise ZbfxError(f"an action has a stage and a microbatch; found {stage!r}, {microbatch!r}"[:200])
+    return Action(Kind(kind), stage, microbatch)
+
+
 def refuse_unprintable(value: Any) -> None:
     """Compilers write texts of graphs into comments of code, where a line break would end the comment."""
     if isinstance(value, str) and not value.isprintable():
@@ -277,7 +283,7 @@ def refuse_unprintable(value: Any) -> None:
 READ: Mapping[str, Callable[[RecordReader, Any], Any]] = {
     "record": RecordReader.record,
     "enum": RecordReader.enum,
-    "action": lambda reader, data: Action.parse(data),
+    "action": lambda reader, data: action_of(*data),
     "node": lambda reader, data: reader.nodes[data],
     "graph": RecordReader.graph,
     "module": RecordReader.module,

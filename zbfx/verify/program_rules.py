@@ -288,7 +288,7 @@ def buckets_are_awaited(flow: Flow) -> Problems:
                 names = [[f.__name__ for f in functions] for functions in (pair, found)]
                 yield Problem(key, *map(", ".join, names))
         for begin in (node for node in nodes if node.target in (ops.reduce, ops.gather)):
-            yield from equal(f"the tensor of {begin}", key, getattr(called_by(begin.args[2]), "name", None))  # type: ignore[arg-type]
+            yield from equal(f"the tensor of {begin}", key, carried(flow, begin.args[2]))  # type: ignore[arg-type]
     due = {bucket.key for bucket in flow.program.buckets if not bucket.shared}
     yield from alike("the sums", {key for key in due if not nodes_that(flow, ops.reduce, key)}, ())
 
@@ -417,11 +417,11 @@ FLOW: RuleTable = (
     messages_fit_their_phases,
     calls_pack_their_phase,
     calls_get_their_arguments,
-    what_is_made_is_read,
     actions_come_in_turn,
     prologues_run_once,
     buffers_are_written_in_turn,
     microbatches_are_alike,
+    what_is_made_is_read,
     calls_beside_are_joined,
     buckets_are_awaited,
     buckets_are_whole,
