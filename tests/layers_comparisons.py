@@ -44,7 +44,13 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/trace/tracer.py": ("node.op != 'placeholder'",),
         "zbfx/verify/graph_rules.py": ("node.op == 'call_function'", "node.op == 'placeholder'"),
         "zbfx/verify/rank_rules.py": ("node.op == 'call_module'",),
-        "zbfx/verify/program_rules.py": ("node.op == 'call_module'", "node.op == 'placeholder'"),
+        "zbfx/verify/program_rules.py": (
+            "node.op == 'call_module'",
+            "node.op == 'placeholder'",
+            "value.op == 'call_module'",
+            "source.op == 'call_module'",
+        ),
+        "zbfx/verify/proof.py": ("node.op == 'call_module'",),
     },
     "torch: names in operators' schemas, in descriptors, and of entries of its dicts": {
         "zbfx/plans/operators.py": ("'str' in kind", "'Tensor' in kind"),
@@ -130,7 +136,12 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/trace/backward_writes.py": ("port.name not in written",),
         "passes/recompute.py": ("port.name in names",),
         "zbfx/costs/measure.py": ("(index, BESIDE) in pairs",),
-        "zbfx/verify/program_rules.py": ("result.name == name",),
+        "zbfx/verify/program_rules.py": (
+            "result.name == name",
+            "call.phase.name == name",
+            "module.name in c.phase.gradients",
+            "n.args[1] == module.name",
+        ),
         "zbfx/runtime/engine.py": ("spec.name in read", "s.name in names"),
         "zbfx/runtime/loading.py": ("port.name in call.phase.updates",),
         "zbfx/runtime/saving.py": ("label in RESERVED",),
