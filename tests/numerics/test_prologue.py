@@ -158,6 +158,8 @@ def test_memory_of_what_is_kept_is_predicted_to_the_byte() -> None:
     assert kept == [stage.kept_bytes for stage in pipe.stages]
 
 
+@pytest.mark.slow
+@one_trace()
 def test_a_limit_without_room_for_them_goes_without_prologues() -> None:
     problem, _, _ = first_weights()
     least = max(memory.peak_bytes for memory in under_autocast(problem, schedule="auto", prologue=False).memory)
@@ -238,6 +240,7 @@ def test_a_tied_weight_is_cast_by_both_of_its_stages() -> None:
     assert_same((loss, found), expected, tolerance)
 
 
+@pytest.mark.slow
 def test_a_llama_casts_each_weight_once() -> None:
     problem = llama(2)
     with one_trace():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from tests.support.models import Problem, gpt, mlp, numbers, squares, unet_batch_norm, unet_group_norm
-from tests.support.reference import traced
+from tests.support.reference import traced, traced_model
 from zbfx.graphs import Joint, Role
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.trace.tracer import trace
@@ -48,7 +48,7 @@ def test_input_stays_untouched() -> None:
 def test_identities_are_gone() -> None:
     problem = gpt(1)
     assert count(raw(problem), aten.detach.default) > 0
-    joint = traced(problem)
+    joint = traced_model(gpt)
     assert count(joint, aten.detach.default) == 0
     assert count(joint, aten.alias.default) == 0
 
@@ -58,7 +58,9 @@ def test_convolution_backward_is_split_by_its_mask() -> None:
     problem = unet_group_norm(1)
     whole = raw(problem).graph.find_nodes(op="call_function", target=aten.convolution_backward.default)
     assert [node.args[10][0] for node in whole].count(True) == 6
-    halves = traced(problem).graph.find_nodes(op="call_function", target=aten.convolution_backward.default)
+    halves = traced_model(unet_group_norm).graph.find_nodes(
+        op="call_function", target=aten.convolution_backward.default
+    )
     masks = [list(node.args[10]) for node in halves]
     assert masks.count([True, False, False]) == 6
     assert len([mask for mask in masks if not mask[0]]) == 7
@@ -66,9 +68,9 @@ def test_convolution_backward_is_split_by_its_mask() -> None:
 
 
 def test_norm_backward_stays_one_node() -> None:
-    assert count(traced(gpt(1)), aten.native_layer_norm_backward.default) == 9  # two a block, and the last
-    assert count(traced(unet_group_norm(1)), aten.native_group_norm_backward.default) == 5
-    assert count(traced(unet_batch_norm(1)), aten.native_batch_norm_backward.default) == 5
+    assert count(traced_model(gpt), aten.native_layer_norm_backward.default) == 9  # two a block, and the last
+    assert count(traced_model(unet_group_norm), aten.native_group_norm_backward.default) == 5
+    assert count(traced_model(unet_batch_norm), aten.native_batch_norm_backward.default) == 5
 
 
 class Twice(nn.Module):
@@ -84,7 +86,7 @@ def test_each_use_of_a_weight_is_a_contribution_of_its_own() -> None:
     problem = Problem(Twice(), squares, (numbers(2, 4),))
     assert gradient_names(raw(problem)) == ["weight"]
     assert gradient_names(traced(problem)) == ["weight", "weight"]
-    assert gradient_names(traced(mlp(1))) == gradient_names(raw(mlp(1)))
+    assert gradient_names(traced_model(mlp)) == gradient_names(raw(mlp(1)))
 
 
 class OnlyParameter(nn.Module):
@@ -130,5 +132,5 @@ def port_of(joint: Joint, role: Role) -> Any:
 
 
 def test_nothing_is_computed_that_no_output_needs() -> None:
-    joint = traced(gpt(1))
+    joint = traced_model(gpt)
     assert [node.name for node in joint.graph.nodes if node.op == "call_function" and not node.users] == []

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.models import Problem, gpt, numbers
-from tests.support.reference import traced
+from tests.support.reference import traced, traced_model
 from zbfx.passes.nodes import (
     QUERIES_AT,
     flops,
@@ -45,7 +45,7 @@ def test_views_share_the_storage_of_what_they_look_at() -> None:
 def test_random_ops_are_known() -> None:
     joint = traced(Problem(Parts(), None, (numbers(2, 4),)))
     assert [str(node.target) for node in joint.graph.nodes if is_random(node)] == ["aten.native_dropout.default"]
-    assert not any(is_random(node) for node in traced(gpt(1)).graph.nodes)
+    assert not any(is_random(node) for node in traced_model(gpt).graph.nodes)
 
 
 def test_attention_with_dropout_is_random() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from tests.support.models import Maker, Problem, gpt, mlp, numbers, squares, t5, unet_group_norm
-from tests.support.reference import placed, placed_model, traced
+from tests.support.reference import cut_into, placed, placed_model, traced, traced_model
 from zbfx.graphs import Placed, Role
 from zbfx.passes.partition import level_ranks, module_of, partition
 
@@ -67,7 +67,7 @@ def values_crossing(found: Placed) -> list[fx.Node]:
 
 
 def test_named_cuts_are_where_the_submodules_begin() -> None:
-    found = placed(gpt(1), 3, cuts=["blocks.1", "blocks.3.up"])
+    found = cut_into(traced_model(gpt), 3, ["blocks.1", "blocks.3.up"])
     owners = [(module_of(node), found.stage_of[node]) for node in found.line.forward]
     assert {stage for owner, stage in owners if owner.startswith("blocks.0")} == {0}
     assert {stage for owner, stage in owners if owner.startswith(("blocks.1", "blocks.2", "blocks.3.qkv"))} == {1}

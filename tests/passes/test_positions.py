@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.models import Problem, gpt, mlp, numbers, squares
-from tests.support.reference import traced
+from tests.support.reference import traced, traced_model
 from zbfx.graphs import Role
 from zbfx.passes.nodes import is_random
 from zbfx.passes.positions import dependents, line_up
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def test_forward_is_in_graph_order_and_backward_runs_back() -> None:
-    joint = traced(mlp(1))
+    joint = traced_model(mlp)
     line = line_up(joint)
     order = {node: k for k, node in enumerate(joint.graph.nodes)}
     assert [order[node] for node in line.forward] == sorted(order[node] for node in line.forward)
@@ -28,15 +28,15 @@ def test_forward_is_in_graph_order_and_backward_runs_back() -> None:
 
 def test_gradients_only_flow_back() -> None:
     """A gradient is never earlier on the line than the gradients it depends on are later."""
-    for problem in (mlp(1), gpt(1)):
-        line = line_up(traced(problem))
+    for make in (mlp, gpt):
+        line = line_up(traced_model(make))
         for node in line.gradients & set(line.position):
             sources = [s for s in node.all_input_nodes if s in line.gradients and s in line.position]
             assert all(line.position[node] <= line.position[source] for source in sources)
 
 
 def test_views_of_parameters_and_values_of_inputs_have_no_position() -> None:
-    joint = traced(gpt(1))
+    joint = traced_model(gpt)
     line = line_up(joint)
     ports = joint.input_ports()
     transposed = [n for n in joint.graph.nodes if n.target is aten.t.default and n.args[0] in ports]
@@ -49,7 +49,7 @@ def test_views_of_parameters_and_values_of_inputs_have_no_position() -> None:
 
 
 def test_every_other_node_has_one() -> None:
-    joint = traced(gpt(1))
+    joint = traced_model(gpt)
     line = line_up(joint)
     heavy = (aten.mm.default, aten.addmm.default, aten.native_layer_norm.default, aten.gelu.default, aten.add.Tensor)
     calls = [node for node in joint.graph.nodes if node.target in heavy]

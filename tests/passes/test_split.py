@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks.gpt import GPT, GPTConfig, next_token_loss
 from tests.support.models import MODELS, Maker, Problem, gpt, mlp, unet_batch_norm, unet_group_norm
-from tests.support.reference import placed_model, staged, staged_model, traced
+from tests.support.reference import placed_model, staged, staged_model, traced_model
 from zbfx.graphs import Role, Stage
 from zbfx.passes.nodes import is_view
 from zbfx.passes.split import split
@@ -92,7 +92,7 @@ def test_heavy_nodes_are_computed_once(make: Maker) -> None:
         aten.gelu_backward.default,
         aten.max_pool2d_with_indices_backward.default,
     )
-    whole = Counter(node.target for node in traced(make(1)).graph.nodes)
+    whole = Counter(node.target for node in traced_model(make).graph.nodes)
     apart = sum((targets(stage, kind) for stage in staged_model(make, 3) for kind in stage.phases), Counter())
     assert {target: apart[target] for target in heavy} == {target: whole[target] for target in heavy}
     assert products(apart) == products(whole)
