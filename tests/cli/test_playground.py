@@ -29,7 +29,7 @@ def iteration_of(view: Any) -> float:
 
 
 def test_the_sliders_are_the_costs() -> None:
-    """The formulas of the README: m (F + B + W) and the bubbles of ZB-H1 and 1F1B."""
+    """The formulas of `docs/schedules.md`: m (F + B + W) and the bubbles of ZB-H1 and 1F1B."""
     f, b, w = 2, 3, 5
     first, *others = views_of(answer({"p": "4", "m": "8", "t_f": "2", "t_b": "3", "t_w": "5", "schedule": "1f1b"}))
     assert iteration_of(first) == 8 * (f + b + w) + 3 * (f + b + w)
