@@ -14,12 +14,10 @@ pytest.importorskip("mkdocs", reason="needs zbfx[docs]")
 
 
 def test_the_site_builds(tmp_path: Path) -> None:
-    run(
-        [sys.executable, "-m", "mkdocs", "build", "--quiet", "-f", "mkdocs.yml", "-d", str(tmp_path / "site")],
-        ROOT,
-    )
+    # Without --quiet, which silences the warnings that a strict build counts.
+    run([sys.executable, "-m", "mkdocs", "build", "-d", str(tmp_path / "site")], ROOT)
     reference = (tmp_path / "site" / "api" / "index.html").read_text()
-    assert "<li><p><code>model</code>" in reference or "<code>model</code>: any nn.Module" in reference
+    assert "<code>model</code>: any nn.Module" in reference, "columns of docstrings are lists"
 
 
 def test_every_page_is_in_the_navigation() -> None:
