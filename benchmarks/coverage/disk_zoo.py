@@ -3,8 +3,8 @@
     python benchmarks/coverage/disk_zoo.py [--only gpt2 mixtral] [--part 0/4]
 
 The library saves a small model with random weights. A second one, on the meta device, gets them over three ranks in
-one process, trains two steps, and is exported. What `from_pretrained` makes of that must have the loss that the
-trained pipeline evaluates, and the tensors, in bits, and the logits of a plain model with the `full_state_dict`. Each
+one process, trains two steps, and is exported. What `from_pretrained` makes of that must have the loss and logits that
+the trained pipeline evaluates, and the tensors, in bits, and outputs of a plain model with the `full_state_dict`. Each
 model runs in a process of its own, with a time limit. Prints a row for each; `--rows FILE...` counts them, by family
 and of models with tied weights.
 """
@@ -17,7 +17,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -79,13 +79,17 @@ def compare(step: Any, loaded: nn.Module, plain: nn.Module, batches: list[dict[s
     outputs = [loaded(**batch) for batch in batches]
     expected = sum(output["loss"].double() for output in outputs) / len(batches)
     joined = {name: joint(batches, name) for name in batches[0]}
-    found = step.evaluate(**joined).double()
+    with_logits = isinstance(outputs[0].get("logits"), Tensor)
+    evaluated = step.evaluate(**joined, outputs="logits") if with_logits else (step.evaluate(**joined), None)
+    found, logits = evaluated[0].double(), evaluated[1]
     error = float(abs(found - expected) / abs(expected))
     progress.note(error=error)
     if before == outputs[0]["loss"].item():
         progress.note(refused="not refused, but two steps changed nothing")
     elif error > TOLERANCE[outputs[0]["loss"].dtype]:
         progress.note(refused=f"not refused, but the pipeline evaluates {found:.9g}, the exported model {expected:.9g}")
+    elif with_logits and unlike({"logits": logits}, {"logits": joint(outputs, "logits")}, exactly=False):
+        progress.note(refused="not refused, but the logits of the pipeline differ")
     elif wrong := unlike(loaded.state_dict(), plain.state_dict(), exactly=True):
         progress.note(refused=f"not refused, but {wrong} differ in bits")
     elif different := unlike(outputs[0], plain(**batches[0]), exactly=False):
@@ -94,7 +98,7 @@ def compare(step: Any, loaded: nn.Module, plain: nn.Module, batches: list[dict[s
         progress.note(equal=True)
 
 
-def joint(batches: list[dict[str, Any]], name: str) -> Any:
+def joint(batches: Sequence[Mapping[str, Any]], name: str) -> Any:
     values = [batch[name] for batch in batches]
     return torch.cat(values) if isinstance(values[0], Tensor) and values[0].ndim else values[0]
 
@@ -118,19 +122,21 @@ def is_tied(case: Case) -> bool:
     return len(list(model.named_parameters(remove_duplicate=False))) > len(list(model.parameters()))
 
 
-def summary(rows: list[Row], tied: set[str]) -> list[str]:
+def summary(rows: list[Row], tied: set[tuple[str, str]]) -> list[str]:
     passed = [row for row in rows if row.equal]
     families = Counter(row.family for row in rows)
     lines = [f"{len(passed)} of {len(rows)} models pass ({versions()})"]
     for family, count in sorted(families.items()):
         lines.append(f"{sum(row.family == family for row in passed):4} of {count:3} {family}")
-    lines.append(f"{sum(row.architecture in tied for row in passed):4} of {len(tied):3} with tied weights")
+    of_these = sum((row.architecture, row.family) in tied for row in passed)
+    lines.append(f"{of_these:4} of {len(tied):3} with tied weights")
     return lines
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="ARCHITECTURE", help="these architectures alone")
+    parser.add_argument("--more", action="store_true", help="those of disk_cases.py alone")
     parser.add_argument("--part", default="0/1", help="K/N: the Kth of N parts of the table")
     parser.add_argument("--limit-s", type=float, default=180.0, help="seconds that one architecture may take")
     parser.add_argument("--rows", type=Path, nargs="+", help="sum up rows that earlier runs printed")
@@ -141,11 +147,14 @@ def main() -> int:
     transformers.logging.disable_progress_bar()
     if options.rows:
         lines = [line for path in options.rows for line in path.read_text().splitlines() if line.startswith("{")]
-        known = {row["architecture"]: Row(**row) for row in map(json.loads, lines)}
-        print(*summary(list(known.values()), {case.architecture for case in ALL if is_tied(case)}), sep="\n")
+        known = {(row["architecture"], row["family"]): Row(**row) for row in map(json.loads, lines)}
+        tied = {(case.architecture, case.family) for case in ALL if is_tied(case)} & known.keys()
+        print(*summary(list(known.values()), tied), sep="\n")
         return 0
     part, parts = map(int, options.part.split("/"))
-    chosen = [case for case in ALL if not options.only or case.architecture in options.only][part::parts]
+    chosen = [
+        case for case in (MORE_CASES if options.more else ALL) if not options.only or case.architecture in options.only
+    ][part::parts]
     wrong = 0
     for case in chosen:
         row = run_apart(case, options.limit_s, examine)
