@@ -185,6 +185,7 @@ def test_a_right_pipeline_is_right() -> None:
     assert (report.compared, report.bitwise, report.findings, report.cause) == (40, 20, (), "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", FAULTS)
 def test_planted_faults_are_found_and_named(plant: Callable[[zbfx.Pipeline], None]) -> None:
     pipe = pipeline()

@@ -51,6 +51,7 @@ def test_equal_values_have_one_text(name: str) -> None:
     assert "0x" not in spelled(first)
 
 
+@pytest.mark.processes
 def test_texts_are_those_of_a_process_with_other_addresses_and_hashes() -> None:
     told = "from tests.test_spelled import *; print([spelled(make()) for made in VALUES.values() for make in made])"
     texts = {

@@ -63,6 +63,7 @@ def test_losses_and_gradients_are_those_of_the_changed_model(stages_per_rank: in
         assert_same(stepped(problem, pipe), expected, 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_new_shape", ["recompile", "symbolic"])
 def test_further_shapes_and_evaluation_are_those_of_the_changed_model(on_new_shape: str) -> None:
     with default_dtype(torch.float64):

@@ -278,6 +278,7 @@ VIEWS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", VIEWS.values(), ids=VIEWS.keys())
 def test_case_09_stage_returns_a_view(body: Callable[[Any, Tensor], Tensor]) -> None:
     stages = (1,) if body in (VIEWS["flattened"], VIEWS["chunk"], VIEWS["transposed"]) else (1, 2)

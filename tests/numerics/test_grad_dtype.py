@@ -57,6 +57,7 @@ def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
         assert torch.equal(found[name], gradient), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v-order"])
 def test_float32_gradients_of_bfloat16_parameters_have_torchs_bits(stages: int, schedule: str) -> None:

@@ -176,6 +176,7 @@ def spoil(call: PhaseCall, when: Callable[[int], bool]) -> None:
     call.take = spoilt  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("phase", ["F", "B", "W"])
 def test_nan_in_one_microbatch_of_one_stage(ranks: int, phase: str) -> None:
@@ -222,6 +223,7 @@ def test_schedules(schedule: str) -> None:
     assert found.counts["rolled_back"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["zb-v-order", "v-half", "v-min", "interleaved-1f1b"])
 def test_schedules_with_two_stages_a_rank(schedule: str) -> None:
     problem = mlp(4)

@@ -20,6 +20,7 @@ def phases(stages: tuple[Stage, ...]) -> list[Phase]:
     return [phase for stage in stages for phase in stage.phases.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS)
 def test_placeholders_and_results_match_the_convention(make: Maker) -> None:
     for phase in phases(staged_model(make, 3)):
@@ -51,6 +52,7 @@ def test_every_result_is_read(make: Maker) -> None:
     assert {name for phase in phases(stages) for name in phase.results} == read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS)
 def test_parameters_have_all_their_gradients_and_one_loss(make: Maker) -> None:
     problem = make(1)

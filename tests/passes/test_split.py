@@ -34,6 +34,7 @@ def blocks(count: int) -> Stage:
     return staged(Problem(model, next_token_loss, (ids,), (ids,)), 3, ["blocks.0", "norm"])[1]
 
 
+@pytest.mark.slow
 def test_memory_of_a_gpt_block_is_within_the_papers_count() -> None:
     """Table 1: M_B = 34 s b h (masks of three dropouts included), M_W = 32 s b h bytes a layer in 16 bit."""
     held = [(stage.stored_bytes(stage.saved), weight_bytes(stage)) for stage in (blocks(2), blocks(3))]
@@ -70,6 +71,7 @@ def test_every_node_with_a_stage_is_in_one_phase(make: Maker) -> None:
             assert all(phases[source] is not Kind.W for source in same)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", FAST_MODELS.values(), ids=FAST_MODELS.keys())
 def test_a_gradient_that_is_sent_is_b(make: Maker) -> None:
     found = placed_model(make, 3)
@@ -79,6 +81,7 @@ def test_a_gradient_that_is_sent_is_b(make: Maker) -> None:
             assert phases[node] is Kind.B
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [gpt, unet_group_norm, unet_batch_norm])
 def test_heavy_nodes_are_computed_once(make: Maker) -> None:
     heavy = (

@@ -125,6 +125,7 @@ def same_bits(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) > STEPS and all(map(torch.equal, one, other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "options"), KINDS, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_loaded_plan_has_the_bits_of_the_compiled_one(
     tmp_path: Path, counts: dict[str, int], make: Maker, options: dict[str, Any]

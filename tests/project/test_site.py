@@ -13,6 +13,7 @@ from tests.support.documents import PAGES, ROOT, run, text_of
 pytest.importorskip("mkdocs", reason="needs zbfx[docs]")
 
 
+@pytest.mark.processes
 def test_the_site_builds(tmp_path: Path) -> None:
     # Without --quiet, which silences the warnings that a strict build counts.
     run([sys.executable, "-m", "mkdocs", "build", "-d", str(tmp_path / "site")], ROOT)

@@ -175,6 +175,7 @@ FORMS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "message"),
     [

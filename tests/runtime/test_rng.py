@@ -175,6 +175,7 @@ def test_evaluations_leave_training_alone() -> None:
     assert len({float(loss) for loss in evaluated}) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["a", 2.5, -1, True, None])
 def test_count_is_a_number_of_steps(value: Any) -> None:
     step = compiled(problem(1), 1, 1).run_local()

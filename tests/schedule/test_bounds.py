@@ -115,6 +115,7 @@ def test_no_bound_of_a_folded_pipeline_exceeds_the_exhaustive_optimum(problem: t
     assert certificate.seconds <= optimum
 
 
+@pytest.mark.slow
 @given(folded_problems(most_stages=6), st.integers(1, 7))
 @settings(max_examples=30, deadline=None)
 def test_no_bound_of_a_folded_pipeline_exceeds_any_schedule(problem: tuple[CostTable, int | None], m: int) -> None:
