@@ -117,6 +117,45 @@ def transports() -> tuple[str, ...]:
     return ("copies",) if dist.get_world_size() > torch.cuda.device_count() else ("copies", "group")
 
 
+def masters(device: torch.device) -> dict[str, dict[str, Any]]:
+    """By case: losses of steps and evaluations under autocast, between which weights are written in place, and the most
+    memory that a step holds beside what is predicted for it. Graphs are captured before the first write."""
+    torch.use_deterministic_algorithms(True)
+    model, batch = model_and_batch(SMALL, MICROBATCHES * 2, device)
+    model.float()
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def run(step: Any) -> list[Tensor]:
+        losses = []
+        for factor in (1.0, 1.0, 1.0, 2.0, 0.5):
+            with torch.no_grad():
+                for parameter in step.parameters():
+                    parameter.mul_(factor)
+                    parameter.grad = None
+            losses += [step(*batch).cpu(), step.evaluate(*batch).cpu()]
+        step.close()
+        return losses
+
+    def pipe_of(**options: Any) -> zbfx.Pipeline:
+        model.load_state_dict(first)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return compiled(model, batch, MICROBATCHES, **options)
+
+    found: dict[str, dict[str, Any]] = {"one process": {"losses": run(pipe_of(prologue=False).run_local())}}
+    for backend in BACKENDS:
+        pipe = pipe_of(schedule="zb-2p", backend=backend, costs="measure")
+        assert pipe.compiled.has_prologues
+        torch.cuda.synchronize(device)
+        static = pipe.memory[dist.get_rank()].static
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        losses = run(pipe.bind())
+        held = torch.cuda.max_memory_allocated(device) - before
+        predicted = pipe.memory[dist.get_rank()].peak_bytes - static.parameters - static.batch
+        found[backend] = {"losses": losses, "held": held, "predicted": predicted}
+    return found
+
+
 def plain(device: torch.device) -> dict[str, Tensor]:
     """The same by autograd alone."""
     torch.use_deterministic_algorithms(True)
@@ -425,8 +464,8 @@ def emptied(device: torch.device) -> dict[str, list[Tensor]]:
 
 
 def profiled(device: torch.device) -> dict[str, tuple[int, int, int, bool]]:
-    """By backend: actions planned and profiled of all ranks, Ws beside Bs on this one, and whether losses before,
-    while and after steps are profiled are equal."""
+    """By backend: actions and prologues planned and profiled of all ranks, Ws beside Bs on this one, and whether losses
+    before, while and after steps are profiled are equal."""
     torch.use_deterministic_algorithms(True)
     model, batch = model_and_batch(SMALL, MICROBATCHES * 2, device)
     found: dict[str, tuple[int, int, int, bool]] = {}
@@ -438,7 +477,8 @@ def profiled(device: torch.device) -> dict[str, tuple[int, int, int, bool]]:
         for _ in range(2):
             spans = sum(len(rank) for rank in step.profile(*batch).spans)
             losses.append(step(*batch).cpu())
-        planned = sum(len(order) for order in step.engine.pipe.schedule.ranks)
+        pipe = step.engine.pipe
+        planned = sum(len(order) for order in pipe.schedule.ranks) + sum(bool(stage.kept) for stage in pipe.stages)
         same = all(torch.equal(loss, losses[0]) for loss in losses)
         found[backend] = (planned, spans, len(step.engine.runners[0].besides), same)
         step.close()
@@ -532,6 +572,7 @@ def outputs(device: torch.device) -> dict[str, list[dict[str, Any]]]:
 
 SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
     "equal": equal,
+    "masters": masters,
     "steady": steady,
     "alone": alone,
     "optimizer": optimizer,

@@ -73,6 +73,18 @@ def test_schedules_backends_and_transports_agree(tmp_path: Path, world: int) -> 
                 assert torch.equal(value, expected[name]), (case, name, error(value, expected[name]))
 
 
+def test_weights_that_are_cast_once_a_step_are_never_old(tmp_path: Path) -> None:
+    """Prologues in captured graphs, too, read what was written in place since the last replay."""
+    ranks = launch(2, "masters", tmp_path)
+    expected = ranks[0].pop("one process")["losses"]
+    assert not torch.equal(expected[0], expected[6])
+    for rank in ranks:
+        for backend, found in rank.items():
+            print(backend, "held", found.get("held"), "predicted", found.get("predicted"))
+            for loss, wanted in zip(found["losses"], expected, strict=True):
+                assert error(loss, wanted) < 1e-2 if "inductor" in backend else torch.equal(loss, wanted), backend
+
+
 def test_one_microbatch(tmp_path: Path) -> None:
     ranks = launch(2, "one microbatch", tmp_path)
     expected = ranks[0].pop("one process")

@@ -19,7 +19,7 @@ import zbfx
 from tests.processes import precision_worker
 from tests.support.live_bytes import measured_peaks
 from tests.support.models import Problem, llama, mean_squares, mlp, numbers
-from tests.support.optimizers import same_bits, train
+from tests.support.optimizers import adamw, same_bits, train
 from tests.support.pool import Launch
 from tests.support.reference import assert_same, compiled, one_trace, reference, rescheduled, stepped
 from zbfx.errors import ZbfxError
@@ -125,13 +125,24 @@ def test_weights_that_are_loaded_are_the_next_steps(tmp_path: Path) -> None:
 
 
 def test_rollbacks_begin_with_prologues() -> None:
-    """Steps that were taken early and wrong: the forwards run again, on casts of the corrected weights."""
+    """Steps that were taken early and wrong: the forwards run again, on casts of the corrected weights. Torch's own
+    steps have these losses, too."""
     results = {}
     for sync in (True, False):
         problem, pipe, _ = first_weights()
         results[sync] = train(problem, pipe.run_local(), 8, max_norm=0.05, sync=sync)
     assert results[False].counts["repeated"] > 4
     assert same_bits(results[False], results[True])
+    problem, _, _ = first_weights()
+    plainly, losses = adamw(problem.model.parameters()), []
+    for count in range(8):
+        inputs, targets = (tuple(t.roll(count, 0) for t in group) for group in (problem.inputs, problem.targets))
+        losses.append(float(plain(replace(problem, inputs=inputs, targets=targets), problem.model)[0]))
+        nn.utils.clip_grad_norm_(problem.model.parameters(), 0.05)
+        plainly.step()
+        plainly.zero_grad()
+    assert results[False].losses == pytest.approx(losses, rel=2e-3)
+    assert min(abs(a - b) for a, b in pairwise(losses)) > 4e-3 * losses[0], "weights move"
 
 
 def test_replicas_collect_their_shards_before(launch: Launch) -> None:
