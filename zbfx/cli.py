@@ -118,6 +118,7 @@ def figures(schedule: Schedule) -> dict[str, Any]:
         "placement": list(schedule.costs.placement),
         "mem_limit": None if schedule.mem_limit is None else list(schedule.mem_limit),
         "iteration_time": schedule.iteration_s,
+        "planned_time": schedule.planned_s,
         "bubble_rate": schedule.bubble_rate,
         "peak_memory": list(schedule.peak_bytes),
         "lower_bound": schedule.lower_bound_s,

@@ -26,7 +26,7 @@ def ours(case: Case, place: Place, costs: str) -> Runnable:
         lambda: step(*data),
         list(step.parameters()),
         layers=blocks_of_stages(pipe),
-        planned_ms=(pipe.schedule.expected_s or pipe.schedule.iteration_s) * 1e3,
+        planned_ms=pipe.schedule.planned_s * 1e3,
         planned_gib=[memory.peak_bytes / 2**30 for memory in pipe.memory],
         close=step.close,
     )

@@ -31,8 +31,8 @@ def test_plan_prints_json_with_the_documented_fields(costs: str, capsys: pytest.
     assert main(["plan", "--costs", costs, "--microbatches", "2", "--schedule", "zb-h1", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert list(plan) == [
-        "schedule", "microbatches", "placement", "mem_limit", "iteration_time", "bubble_rate", "peak_memory",
-        "lower_bound", "gap", "seconds", "notes", "ranks",
+        "schedule", "microbatches", "placement", "mem_limit", "iteration_time", "planned_time", "bubble_rate",
+        "peak_memory", "lower_bound", "gap", "seconds", "notes", "ranks",
     ]  # fmt: skip
     assert (plan["schedule"], plan["iteration_time"], plan["peak_memory"]) == ("zb-h1", 37, [8, 5])
     assert plan["bubble_rate"] == pytest.approx(1 - 20 / 37, rel=1e-12)

@@ -71,6 +71,9 @@ def summary(schedule: Timetable) -> str:
         f"iteration time {duration(schedule.iteration_s, schedule, 6)}",
         f"bubble rate {schedule.bubble_rate:.4f}",
     ]
+    once_s = max(map(schedule.costs.prologue_s, range(schedule.costs.rank_count)))
+    if once_s:
+        parts.insert(2, f"prologues {duration(once_s, schedule)}")
     if schedule.lower_bound_s:
         verdict = f"gap {schedule.gap:.2%}" if schedule.gap else "met: proven optimal"
         parts.append(f"lower bound {duration(schedule.lower_bound_s, schedule, 6)} ({verdict})")
