@@ -126,6 +126,7 @@ ATTENTION_BACKWARD = (
     FLASH_ATTENTION_BACKWARD.default,
     aten._scaled_dot_product_efficient_attention_backward.default,
 )
+LOG_SOFTMAX = aten._log_softmax.default
 CUDNN_ATTENTION = aten._scaled_dot_product_cudnn_attention.default
 CUDNN_ATTENTION_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
 

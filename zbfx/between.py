@@ -23,6 +23,7 @@ from zbfx.graphs import Joint, Placed, Split, Stage
 from zbfx.options import Options
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.extract import extract
+from zbfx.passes.open_softmax import open_softmax
 from zbfx.passes.prologue import prologue
 from zbfx.passes.split import split
 from zbfx.user_pass import Pass, PassPoint, Tracing
@@ -36,6 +37,8 @@ Settings = ParamSpec("Settings")
 
 def canonical(raw: Joint, options: Options) -> Joint:
     joint = followed(canonicalize, raw, options)
+    if options.runs.compiles:
+        joint = followed(open_softmax, joint, options)
     for given in of_point(options, PassPoint.JOINT):
         joint = verify(ran(given, joint, options), after=given.name, given=joint)
     return joint

@@ -19,7 +19,8 @@ from zbfx.errors import NoFeasibleSchedule, OverLimit, ZbfxError
 from zbfx.memo import Memo
 from zbfx.memory.predict import Static
 from zbfx.options import Options
-from zbfx.passes.recompute import LEVELS
+from zbfx.passes.nodes import is_random
+from zbfx.passes.recompute import Level
 from zbfx.plan import CostTable
 from zbfx.schedule.bounds.certificate import Certificate
 from zbfx.timing.limits import limit_per_rank, one_x, rank_static_bytes
@@ -34,7 +35,7 @@ Limits = Sequence[float] | None
 def fit(traced: Traced, options: Options, memo: Memo) -> Compiled:
     """The fastest pipeline of the options' placements (later ones only for limits in bytes) and levels in the limit.
     Raises `NoFeasibleSchedule` with the smallest limit that has a plan; other `ZbfxError`s as `zbfx.schedule.plan`."""
-    search, limits = searched(traced, options, memo)
+    search, limits = searched(traced, from_least_level(traced, options), memo)
     best = search.best
     assert best is not None, "an error says why there is no plan"
     verify(best.compiled.programs, after="generate", given=best.compiled.schedule)
@@ -63,6 +64,13 @@ def searched(traced: Traced, options: Options, memo: Memo) -> tuple[Search, Limi
             return search, limits
     other = Search(traced, options, memo, prologues=False, best=search.best, compared=search.compared)
     return other, other.within_bytes()
+
+
+def from_least_level(traced: Traced, options: Options) -> Options:
+    """The options with the level that saves bytes for nothing: kernels of compiled phases make elementwise values again
+    as they read what these are made of. Phases with random numbers are not compiled."""
+    fused = options.runs.compiles and not any(map(is_random, traced.joint.graph.nodes))
+    return replace(options, least=Level.CHEAP if fused else Level.NONE)
 
 
 @dataclass
@@ -244,7 +252,7 @@ def infeasible(smallest: Candidate, limits: Sequence[float], options: Options) -
     least = max(memory.peak_bytes for memory in smallest.memory) if uniform else over.peak_bytes
     parts = [(name, getattr(over.static, name)) for name in Static.__dataclass_fields__] + list(over.live)
     shown = ", ".join(f"{size:,} {name}" for name, size in parts if size)
-    more = "" if len(options.levels) == len(LEVELS) else "allow recompute='auto', "
+    more = "" if len(options.levels) > 1 else "allow recompute='auto', "
     return NoFeasibleSchedule(
         f"no plan fits in {limits[over.rank]:,.0f} bytes on rank {over.rank}. The smallest feasible limit is "
         f"{least:,} bytes, set by rank {over.rank} in {over.highest.action} ({smallest.summary}): {shown}. "

@@ -64,6 +64,7 @@ class Options:
     rebalance: bool = False
     prologue: bool = True
     check: bool | str = "auto"
+    least: Level = Level.NONE  # of recomputation, where `recompute` leaves the level open
     passes: tuple[Pass, ...] = field(default=(), compare=False)  # ranks compare what they are told as
     trace_passes: Tracing = field(default=Tracing.NOTHING, compare=False)
 
@@ -128,7 +129,8 @@ class Options:
         """The levels of recomputation that a plan may use, least first."""
         if self.recompute != "auto":
             return (Level(self.recompute),)
-        return LEVELS if self.mem_limit is not None and not isinstance(self.costs, CostTable) else LEVELS[:1]
+        allowed = LEVELS[LEVELS.index(self.least) :]
+        return allowed if self.mem_limit is not None and not isinstance(self.costs, CostTable) else allowed[:1]
 
     @property
     def placements(self) -> tuple[tuple[int, ...], ...]:

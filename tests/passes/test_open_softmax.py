@@ -1,0 +1,55 @@
+"""The logarithm of a softmax in parts: the same values, and less to save."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from tests.support.models import Problem
+from tests.support.reference import compiled, traced
+from zbfx._torch import LOG_SOFTMAX
+from zbfx.passes.open_softmax import open_softmax
+from zbfx.passes.recompute import Level
+from zbfx.plan import Kind
+
+VOCABULARY, TOKENS = 96, 8
+
+
+def head(dtype: torch.dtype) -> Problem:
+    """A head whose loss is computed in float32 at least."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(VOCABULARY, 4), nn.Linear(4, VOCABULARY)).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.to(wide), targets)
+
+    ids, targets = torch.randint(VOCABULARY, (2, TOKENS))
+    return Problem(model, loss, (ids,), (targets,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_values_are_those_of_the_whole(dtype: torch.dtype) -> None:
+    joint = traced(head(dtype))
+    opened = open_softmax(joint)
+    assert not opened.graph.find_nodes(op="call_function", target=LOG_SOFTMAX)
+    fakes = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+    values = [
+        torch.randn(fake.shape).to(fake.dtype) if fake.is_floating_point() else torch.randint(VOCABULARY, fake.shape)
+        for fake in fakes
+    ]
+    found, expected = (fx.Interpreter(fx.GraphModule({}, graph)).run(*values) for graph in (opened.graph, joint.graph))
+    tolerance = {torch.float64: 1e-13, torch.bfloat16: 1e-2}[dtype]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def test_compiled_stages_save_no_logits_in_float32() -> None:
+    problem = head(torch.bfloat16)
+    for backend, expected in (("eager", True), ("inductor", False)):
+        pipe = compiled(problem, 1, 2, backend=backend, check=False)
+        saved = pipe.stages[0].phases[Kind.F].results
+        examples = [pipe.stages[0].examples[name] for name in saved]
+        assert any(e.dtype is torch.float32 and e.shape == (TOKENS // 2, VOCABULARY) for e in examples) is expected
+    assert pipe.compiled.levels == (Level.CHEAP,)
