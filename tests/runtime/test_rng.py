@@ -252,5 +252,5 @@ class Seeded(nn.Module):
 def test_seed_is_an_input_of_random_phases_only() -> None:
     given = replace(problem(1), model=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)))
     pipe = compiled(given, 2, 1)
-    assert [phase.is_random for stage in pipe.stages for phase in stage.phases.values()] == [False] * 6
+    assert [phase.is_random for stage in pipe.stages for phase in stage.phases.values()] == [False] * 8
     assert pipe.stages[0].phases[Kind.F].port_names(Role.INPUT) == ("inputs[0]",)

@@ -101,7 +101,7 @@ def test_model_of_billions_traces_without_memory() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) > 7e9
     assert [phase.module.graph.output_node() is not None for s in pipe.stages for phase in s.phases.values()] == [
         True
-    ] * 6
+    ] * 8
 
 
 @dataclass
@@ -331,14 +331,10 @@ def test_nothing_of_the_example_is_baked_in() -> None:
 def test_phases_are_named_after_stage_and_kind() -> None:
     pipe = compiled(mlp(1), 2, 1)
     assert [phase.name for stage in pipe.stages for phase in stage.phases.values()] == [
-        "F0",
-        "B0",
-        "W0",
-        "F1",
-        "B1",
-        "W1",
+        *("P0", "F0", "B0", "W0"),
+        *("P1", "F1", "B1", "W1"),
     ]
-    assert [kind for stage in pipe.stages for kind in stage.phases] == [Kind.F, Kind.B, Kind.W] * 2
+    assert [kind for stage in pipe.stages for kind in stage.phases] == [Kind.P, Kind.F, Kind.B, Kind.W] * 2
     assert len(cut(mlp(3).inputs, 3)) == 3
 
 
