@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -63,15 +64,15 @@ def pytest_collection_finish() -> None:
 
 
 def longest_first(items: list[pytest.Item]) -> None:
-    """What the pool runs, which one worker gets as a whole, before files with slow tests, before files that start
-    processes, before the rest: so two workers end together."""
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    """What the pool runs, which one worker gets as a whole, before files with many slow tests, before files with few,
+    before files that start processes, before the rest: so two workers end together."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     processes = {item.path for item in items if item.get_closest_marker("processes")}
 
-    def late(item: pytest.Item) -> tuple[bool, ...]:
-        return not is_of_the_pool(item.path), item.path not in slow, item.path not in processes
+    def order(item: pytest.Item) -> tuple[bool, int, bool]:
+        return not is_of_the_pool(item.path), -slow[item.path], item.path not in processes
 
-    items.sort(key=late)
+    items.sort(key=order)
 
 
 @pytest.hookimpl(optionalhook=True)
