@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zbfx
+from tests.support.live_bytes import measured_peaks
 from tests.support.reference import default_dtype
 from zbfx.plan import Kind
+from zbfx.verify import verify
 
 M, ROWS, WIDTH, CLASSES = 3, 2, 6, 5
 
@@ -144,7 +147,23 @@ def test_forwards_have_no_backward_and_hold_what_was_asked_for(case: Case) -> No
     for found in (pipe for pipe in case.step.pipelines if not pipe.trains):
         assert {action.kind for order in found.schedule.ranks for action in order} == {Kind.F}
         assert all(memory.static.gradients == 0 for memory in found.memory)
+        verify(found.stages, after="extract", given=None)
+        verify(found.programs, after="generate", given=found.schedule)
     assert not any(phase.has_loss for stage in pipe.stages for phase in stage.phases.values())
+
+
+def test_memory_does_not_grow_with_microbatches_but_by_what_was_asked_for(case: Case) -> None:
+    """By the walk of the programs, which an executor that counts live storages confirms to the byte."""
+    peaks = []
+    for count in (12, 20):
+        x = torch.randn(count * ROWS, WIDTH)
+        case.step.forward(x, outputs=lambda out: out["logits"].sum())
+        pipe = replace(case.pipe, compiled=case.step.pipelines[-1])
+        counters = measured_peaks(pipe, [[part] for part in x.split(ROWS)])
+        assert [memory.highest.peak_bytes for memory in pipe.memory] == [counter.peak for counter in counters]
+        peaks.append([counter.peak for counter in counters])
+    for few, many in zip(*peaks, strict=True):
+        assert many - few <= 8 * (20 - 12), "a scalar a microbatch"
 
 
 def test_nothing_changes_in_eval_mode_and_train_mode_is_that_of_a_plain_forward() -> None:

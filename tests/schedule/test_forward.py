@@ -35,6 +35,12 @@ def test_long_messages_are_hidden() -> None:
     assert forward_schedule(table(2, COMM), 16).makespan_s == F + COMM + 16 * F
 
 
+def test_messages_that_wait_are_few() -> None:
+    """Where one takes a hundred forwards, eight are on their way at most."""
+    first, last = ([span.start_s for span in spans] for spans in forward_schedule(table(2, 100 * F), 30).spans)
+    assert all(first[k] >= last[k - 8] for k in range(8, 30))
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_v_is_as_busy(ranks: int) -> None:
     """Two stages a rank: 2 m forwards on each, and 2 p - 2 pass before the last rank is busy."""

@@ -18,7 +18,7 @@ from zbfx import rng
 from zbfx._torch import uncompiled
 from zbfx.arguments import true_or_false
 from zbfx.compiled import Compiled
-from zbfx.errors import NonFiniteStep, PipelineFault, ZbfxError, listed
+from zbfx.errors import NonFiniteStep, PipelineFault, ZbfxError
 from zbfx.graphs import Phase
 from zbfx.program.boxed import Boxed, boxed
 from zbfx.runtime import on_disk, saving
@@ -27,6 +27,7 @@ from zbfx.runtime.clipping import checked_norms, clip
 from zbfx.runtime.delivery import Delivery
 from zbfx.runtime.engine import Batch, BatchResults, Engine, T
 from zbfx.runtime.engines import Engines, Variant
+from zbfx.runtime.forwards import forwarded
 from zbfx.runtime.optimizer import Optimizer
 from zbfx.runtime.options import StepOptions
 from zbfx.runtime.ranks import Ranks
@@ -60,12 +61,6 @@ OFFERED = (
     "save",
     "verdict",
 )  # what `dir(step)` shows: what users call and read
-
-
-FORWARD_ARGUMENTS = {  # of forwards, by call, beside those of the model
-    "evaluate": ("outputs", "everywhere", "join"),
-    "forward": ("outputs", "train", "everywhere", "join"),
-}
 
 
 class Step:
@@ -203,12 +198,10 @@ class Step:
         `count`, again each time. With `outputs`, as in `forward`, it returns (loss, outputs)."""
         with self.alone():
             wanted = EVALUATION if outputs is None else replace(EVALUATION, selection=Selection(outputs))
-            engine, results = self.run_forward("evaluate", args, kwargs, wanted, Delivery(join, everywhere))
+            results, found = forwarded(self, "evaluate", args, kwargs, wanted, Delivery(join, everywhere))
             self.metrics = results.metrics
             assert results.loss is not None, "evaluations have a loss"
-            if outputs is None:
-                return results.loss
-            return results.loss, self.delivered(engine, results, Delivery(join, everywhere))
+            return results.loss if outputs is None else (results.loss, found)
 
     @uncompiled
     def forward(
@@ -236,36 +229,10 @@ class Step:
         Each new `outputs`, mode and shape is traced and planned once, at its first call. All ranks call it alike.
         Raises `InputError` for what the model does not return, `ZbfxError` for arguments that do not fit."""
         with self.alone():
-            wanted = Wanted(
-                trains=False,
-                in_eval=not true_or_false("train", train),
-                has_loss=False,
-                selection=Selection(outputs),
-            )
-            engine, results = self.run_forward("forward", args, kwargs, wanted, Delivery(join, everywhere))
-            return self.delivered(engine, results, Delivery(join, everywhere))
-
-    def run_forward(
-        self, call: str, args: Sequence[Any], kwargs: Mapping[str, Any], wanted: Wanted, delivery: Delivery
-    ) -> tuple[Engine, BatchResults]:
-        self.refuse_ended()
-        taken = [name for name in FORWARD_ARGUMENTS[call] if name in self.engine.pipe.signature.keywords]
-        if taken:
-            raise ZbfxError(
-                f"{listed(taken)} is an argument of step.{call}, and a keyword argument of the model in the example: "
-                f"which one is meant cannot be told. Pass the model's by position, in example_inputs and here"
-            )
-        if self.optimizer is not None:
-            self.optimizer.settle()
-        asked = "" if wanted.selection is None else f" of {wanted.selection.told}"
-        mode = "" if wanted.in_eval else " in train mode"
-        self.begin(f"{call}{asked}{mode}{' everywhere' if delivery.everywhere else ''}", batch=True)
-        take = partial(self.engines.forward_batch, args, kwargs, wanted, delivery)
-        engine, rows = self.admit(take, evaluation=wanted.in_eval)
-        return engine, self.run(engine, rows)
-
-    def delivered(self, engine: Engine, results: BatchResults, delivery: Delivery) -> Any:
-        return self.guarded(lambda: delivery.of(engine, results))
+            in_eval = not true_or_false("train", train)
+            wanted = Wanted(trains=False, in_eval=in_eval, has_loss=False, selection=Selection(outputs))
+            _, found = forwarded(self, "forward", args, kwargs, wanted, Delivery(join, everywhere))
+            return found
 
     @uncompiled
     def profile(self, *args: Any, **kwargs: Any) -> Profile:

@@ -3,8 +3,8 @@
 Takes   a cost table and a number of microbatches.
 Gives   a `Schedule` without Bs and Ws. Of what can run next, ranks run what can start first, of later stages before
         earlier ones: results leave as soon as they can. A stage stays close to the next one. It begins a microbatch
-        once the next stage has begun one that is as far behind as hides the message between them, so that no rank
-        holds more than the microbatch that it computes and the messages on their way, however many microbatches come.
+        once the next stage has begun one that is as far behind as hides the message between them: 2, and 8 at most. So
+        no rank holds more than the microbatch that it computes and those messages, however many microbatches come.
 Raises  nothing. Source: list scheduling; with equal stages and no time for messages it takes m + p - 1 forwards, the
         least possible.
 """
@@ -18,7 +18,8 @@ from zbfx.plan import Action, CostTable, Kind, Span
 from zbfx.schedule.schedule import Schedule
 from zbfx.timing.simulate import simulate
 
-AHEAD = 2  # microbatches by which a stage is ahead of the next one at least: one is computed, one is read
+AHEAD = 2  # microbatches by which a stage may be ahead of the next one: one is computed, one is read
+MOST_AHEAD = 8  # where messages take longer than forwards
 
 
 def forward_schedule(costs: CostTable, microbatches: int) -> Schedule:
@@ -76,5 +77,5 @@ def allowed_ahead(costs: CostTable) -> list[int]:
     found = []
     for stage, cost in enumerate(costs.stages):
         hidden_s = float(cost.forward_s) + comm_s.get(stage, 0.0)
-        found.append(max(AHEAD, ceil(hidden_s / slowest_s)) if slowest_s else AHEAD)
+        found.append(min(max(AHEAD, ceil(hidden_s / slowest_s)), MOST_AHEAD) if slowest_s else AHEAD)
     return found
