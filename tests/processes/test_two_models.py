@@ -14,6 +14,7 @@ from tests.support.pool import Launch
 from zbfx.plan import Kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dpo", "grpo"])
 def test_ten_steps_are_those_of_one_process(launch: Launch, name: str) -> None:
     """Losses and metrics: in all bits over processes, to rounding in plain PyTorch."""
@@ -26,6 +27,7 @@ def test_ten_steps_are_those_of_one_process(launch: Launch, name: str) -> None:
     assert alone[0] != alone[-1]
 
 
+@pytest.mark.slow
 def test_a_frozen_reference_has_no_backward() -> None:
     """Its stages have forwards alone, no rank has memory for its gradients, and its parameters get none."""
     model = dpo.pair_of_models()

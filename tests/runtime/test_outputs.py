@@ -94,6 +94,7 @@ def test_all_that_the_model_returns(case: Case) -> None:
     assert found["size"].untyped_storage().nbytes() == found["size"].nbytes, "not the logits that it is a part of"
 
 
+@pytest.mark.slow
 def test_paths_functions_and_trees_of_them(case: Case) -> None:
     expected = case.plain(case.x)
     close(case.step.forward(case.x, outputs="logits"), expected["logits"])
@@ -115,6 +116,7 @@ def test_per_microbatch_and_any_number_of_them(case: Case) -> None:
     close(found, list(case.plain(x)["logits"].split(ROWS)))
 
 
+@pytest.mark.slow
 def test_beside_the_loss_of_an_evaluation(case: Case) -> None:
     loss, logits = case.step.evaluate(case.x, case.labels, outputs="logits")
     close(loss, case.step.evaluate(case.x, case.labels))
@@ -152,6 +154,7 @@ def test_forwards_have_no_backward_and_hold_what_was_asked_for(case: Case) -> No
     assert not any(phase.has_loss for stage in pipe.stages for phase in stage.phases.values())
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_microbatches_but_by_what_was_asked_for(case: Case) -> None:
     """By the walk of the programs, which an executor that counts live storages confirms to the byte."""
     peaks = []
@@ -166,6 +169,7 @@ def test_memory_does_not_grow_with_microbatches_but_by_what_was_asked_for(case: 
         assert many - few <= 8 * (20 - 12), "a scalar a microbatch"
 
 
+@pytest.mark.slow
 def test_nothing_changes_in_eval_mode_and_train_mode_is_that_of_a_plain_forward() -> None:
     with default_dtype(torch.float64):
         case = Case(drop=0.0)

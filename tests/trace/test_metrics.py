@@ -84,6 +84,7 @@ def expected_metrics(model: nn.Module, x: Tensor, labels: Tensor) -> dict[str, T
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v-order"])
 def test_every_reduction_and_two_losses(schedule: str) -> None:
     """The gradient of sum(a) / count(a) + sum(b) / count(b) over the batch, whatever falls into which microbatch."""
