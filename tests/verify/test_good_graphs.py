@@ -5,7 +5,6 @@ Run: pytest tests/verify/test_good_graphs.py (CPU, one process; runs nothing).
 
 from __future__ import annotations
 
-import functools
 from random import Random
 
 import pytest
@@ -15,7 +14,7 @@ import zbfx
 from benchmarks.coverage.fuzz_models import V_SHAPED, compiled_anyhow, draw
 from benchmarks.coverage.random_models import RandomModel
 from tests.support.models import MODELS, Maker, mirrored, mixed, mlp, t5, unet_batch_norm
-from tests.support.reference import beside, compiled, placed, rescheduled, traced
+from tests.support.reference import beside, placed_model, rescheduled, shared, traced_model
 from zbfx.compiled import Compiled
 from zbfx.errors import TraceError
 from zbfx.passes.canonicalize import canonicalize
@@ -32,9 +31,8 @@ from zbfx.verify import verified, verify
 STAGES, MICROBATCHES = 3, 4
 
 
-@functools.cache
 def pipeline(make: Maker) -> zbfx.Pipeline:
-    return compiled(make(MICROBATCHES), STAGES, MICROBATCHES, check=False)
+    return shared(make, STAGES, MICROBATCHES, check=False)
 
 
 def verify_pipeline(pipe: Compiled) -> None:
@@ -42,9 +40,10 @@ def verify_pipeline(pipe: Compiled) -> None:
     verify(pipe.programs, after="generate", given=pipe.schedule)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [*(pytest.param(m, id=name) for name, m in MODELS.items()), mirrored, mixed])
 def test_models_keep_every_rule(make: Maker) -> None:
-    cut = verify(placed(make(1), STAGES), after="partition")
+    cut = verify(placed_model(make, STAGES), after="partition")
     divided = verified(split, cut)
     for level in Level:
         again = verified(recompute, divided, [level] * STAGES, in_flight=STAGES, random=True)
@@ -67,6 +66,7 @@ def test_passes_before_the_cut_keep_every_rule(make: Maker) -> None:
     assert len(cut.joint.outputs) == len(joint.outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [mlp, unet_batch_norm, t5])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2"])
 def test_programs_keep_every_rule(make: Maker, schedule: str) -> None:
@@ -83,9 +83,11 @@ def test_programs_keep_every_rule(make: Maker, schedule: str) -> None:
             verify(tuple(steps), after="optimizer_program", given=one.schedule)
 
 
+@pytest.mark.slow
+@pytest.mark.transformers
 @pytest.mark.parametrize("schedule", ["zb-v", "v-half", "interleaved-1f1b"])
 def test_programs_of_two_stages_a_rank_keep_every_rule(schedule: str) -> None:
-    pipe = compiled(t5(4), 2, 4, schedule=schedule, stages_per_rank=2, check=False).compiled
+    pipe = shared(t5, 2, 4, schedule=schedule, stages_per_rank=2, check=False).compiled
     for one in (pipe, replicated(pipe, 2), pipe.validated(order_of_ranks(pipe.schedule, pipe.loss_rank), 1)):
         verify_pipeline(one)
 
@@ -107,7 +109,7 @@ def test_random_models_keep_every_rule() -> None:
 
 
 def test_it_gives_what_it_got() -> None:
-    joint = traced(mlp(1))
+    joint = traced_model(mlp)
     assert verify(joint, after="canonicalize") is joint
     with pytest.raises(TypeError, match="found int"):
         verify(3, after="split")
