@@ -6,7 +6,7 @@ Gives   the joint graph with a stage for each node. Of all cuts, those whose hea
         stage weighs what its work takes, or what its messages take where that is more. Where ranks hold several stages,
         cuts then move to relieve the heaviest rank.
 Raises  `ZbfxError` for cuts that cannot be made, and for parts that run in another order than in the graph to follow.
-Source  contiguous stages, as in PipeDream (Narayanan et al. 2019), by networkx's shortest path through cut positions.
+Source  contiguous stages, as in PipeDream (Narayanan et al. 2019), by a shortest path through cut positions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from dataclasses import replace
 from difflib import get_close_matches
 from itertools import pairwise
 
-import networkx
 import numpy
 from torch import fx
 
@@ -249,26 +248,21 @@ def level_ranks(
 
 
 def cheapest_path(stage_s: numpy.ndarray, stage_count: int, crossing: numpy.ndarray) -> list[int]:
-    """The `stage_count - 1` places at which to cut: a shortest path from the first to the last. A stage between places
-    i and j takes `stage_s[i, j]`, and `crossing[i]` bytes enter it."""
-    end, limit = len(crossing) - 1, least_heaviest(stage_s, stage_count) * STAGE_SLACK
-    graph = networkx.DiGraph()
-    graph.add_node((0, 0))
-    frontier = {0}
-    for stage in range(stage_count):
-        reached = set()
-        for i in frontier:
-            last = stage == stage_count - 1
-            for j in [end] if last else range(i + 1, end + 1 - (stage_count - 1 - stage)):
-                seconds = float(stage_s[i, j])
-                if seconds > limit:
-                    break
-                # Of paths with equal bytes, but for fractions of one, the most even has the least sum of squares.
-                graph.add_edge((stage, i), (stage + 1, j), weight=float(crossing[i]) + (seconds / limit) ** 2)
-                reached.add(j)
-        frontier = reached
-    path = networkx.shortest_path(graph, (0, 0), (stage_count, end), weight="weight")
-    return [i for _, i in path[1:-1]]
+    """The `stage_count - 1` places at which to cut: a shortest path from the first to the last, by dynamic programming
+    over the last stage. A stage between places i and j takes `stage_s[i, j]`, and `crossing[i]` bytes enter it."""
+    limit = least_heaviest(stage_s, stage_count) * STAGE_SLACK
+    fits = numpy.triu(stage_s <= limit, 1)
+    # Of paths with equal bytes, but for fractions of one, the most even has the least sum of squares.
+    step = numpy.where(fits, crossing[:, None] + (stage_s / limit) ** 2, numpy.inf)
+    best, before = step[0], list[numpy.ndarray]()
+    for _ in range(stage_count - 1):
+        through = best[:, None] + step
+        before.append(through.argmin(axis=0))
+        best = through.min(axis=0)
+    places = [len(crossing) - 1]
+    for origin in reversed(before):
+        places.append(int(origin[places[-1]]))
+    return places[:0:-1]
 
 
 def least_heaviest(stage_s: numpy.ndarray, stage_count: int) -> float:

@@ -38,8 +38,9 @@ def split(placed: Placed) -> Split:
         for node in nodes:
             of_tuple = node.target is operator.getitem and node.args[0] in chain
             phase_of[node] = Kind.B if node in chain or of_tuple else Kind.W
+        sharing = Sharing(nodes, phase_of)
         for term in (node for node in nodes if node in terms and phase_of[node] is Kind.W):
-            settle_in_b(term, nodes, phase_of)
+            settle_in_b(term, sharing, phase_of)
     return Split(placed, phase_of)
 
 
@@ -101,18 +102,48 @@ def shared_chain(nodes: list[fx.Node], terms: set[fx.Node]) -> set[fx.Node]:
     return {node for node in nodes if len(reached[node]) > 1 and node not in terms}
 
 
-def settle_in_b(term: fx.Node, nodes: list[fx.Node], phase_of: dict[fx.Node, Kind]) -> None:
+class Sharing:
+    """Who reads what in the backward of a stage, whose nodes these are, as nodes move from W to B in `phase_of`."""
+
+    def __init__(self, nodes: list[fx.Node], phase_of: dict[fx.Node, Kind]) -> None:
+        self.phase_of, self.place = phase_of, {node: k for k, node in enumerate(nodes)}
+        self.values: dict[fx.Node, dict[fx.Node, None]] = defaultdict(dict)  # by the owner of their storage
+        for node in nodes:
+            for source in node.all_input_nodes:
+                self.values[storage_owner(source)][source] = None
+
+    def is_late(self, node: fx.Node) -> bool:
+        """Whether a node of the stage runs in W."""
+        return node in self.place and self.phase_of[node] is Kind.W
+
+    def cone(self, term: fx.Node) -> set[fx.Node]:
+        """The nodes in W that serve this term alone."""
+        late, pending = {term}, [term]
+        while pending:
+            for source in pending.pop().all_input_nodes:
+                if source not in late and self.is_late(source):
+                    late.add(source)
+                    pending.append(source)
+        cone: set[fx.Node] = set()
+        for node in sorted(late, key=self.place.__getitem__, reverse=True):
+            if node is term or all(user in cone for user in node.users):
+                cone.add(node)
+        return cone
+
+    def is_kept_without(self, owner: fx.Node, cone: set[fx.Node]) -> bool:
+        """Whether W reads a value in a storage that B or F makes, with other nodes than those of a cone."""
+        kept = (value for value in self.values[owner] if not self.is_late(value))
+        return any(self.is_late(user) and user not in cone for value in kept for user in value.users)
+
+
+def settle_in_b(term: fx.Node, sharing: Sharing, phase_of: dict[fx.Node, Kind]) -> None:
     """Move the computation of one parameter gradient to B, if it is cheap and its inputs, kept until W, would take more
     bytes than the gradient."""
-    late = {node for node in nodes if phase_of[node] is Kind.W}
-    cone: set[fx.Node] = set()
-    for node in reversed(nodes):
-        if node is term or (node in late and node.users and all(user in cone for user in node.users)):
-            cone.add(node)
+    cone = sharing.cone(term)
     inputs = {source for node in cone for source in node.all_input_nodes if source in phase_of} - cone
-    if any(source in late for source in inputs) or any(flop_formula(node) is not None for node in cone):
+    if any(map(sharing.is_late, inputs)) or any(flop_formula(node) is not None for node in cone):
         return
-    kept_anyway = {storage_owner(s) for node in late - cone for s in node.all_input_nodes if s not in late}
-    kept_for_term = {storage_owner(source) for source in inputs} - kept_anyway
+    owners = {storage_owner(source) for source in inputs}
+    kept_for_term = [owner for owner in owners if not sharing.is_kept_without(owner, cone)]
     if sum(value_bytes(owner) for owner in kept_for_term) > value_bytes(term):
         phase_of.update(dict.fromkeys(cone, Kind.B))

@@ -41,6 +41,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/trace/loss.py": ("node.op in ('placeholder', 'output')",),
         "zbfx/graphs.py": ("node.op == 'call_function'",),
         "zbfx/trace/backward_writes.py": ("user.op == 'output'",),
+        "zbfx/trace/stamped.py": ("n.op == 'call_function'",),
         "zbfx/trace/tracer.py": ("node.op != 'placeholder'",),
         "zbfx/verify/graph_rules.py": ("node.op == 'call_function'", "node.op == 'placeholder'"),
         "zbfx/verify/rank_rules.py": ("node.op == 'call_module'",),

@@ -10,6 +10,8 @@ DataDependentOutputException, ...   2.11.0, 2.13.0   what fake tensors raise whe
 torch._subclasses.fake_tensor       2.11.0, 2.13.0   also the name of its logger
 torch.utils._pytree                 2.11.0, 2.13.0   nested inputs to flat leaves with key paths
 _saved_tensors_hooks_set_tracing    2.13.0           whether saved-tensor hooks rest while tracing
+Function._backward_cls              2.13.0           the class of the nodes that a custom Function makes
+_top_saved_tensors_default_hooks    2.13.0           the hooks through which saved tensors pass
 "Unexpected fake", ...              2.11.0, 2.13.0   what the tracer says of fake tensors that are not its own
 FunctionalTensor                    2.11.0, 2.13.0   tensors whose in-place writes leave what is under them alone
 torch._C._functorch                 2.11.0, 2.13.0   what torch.func wraps tensors in
@@ -62,7 +64,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._C import DispatchKey
-from torch._C._autograd import _saved_tensors_hooks_set_tracing
+from torch._C._autograd import _saved_tensors_hooks_set_tracing, _top_saved_tensors_default_hooks
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
 from torch._dynamo import external_utils
@@ -422,6 +424,22 @@ def set_gradient_dtype(parameter: Tensor, dtype: torch.dtype) -> None:
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Whether hooks wait for this parameter's gradient (`register_hook`, `register_post_accumulate_grad_hook`)."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def backward_class(function: type[torch.autograd.Function]) -> type:
+    """The class of the nodes of autograd that a custom Function makes."""
+    found: type = function._backward_cls
+    return found
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether hooks wait for the gradient of a tensor that is no parameter, or it keeps its gradient."""
+    return bool(tensor._backward_hooks or tensor.retains_grad)
+
+
+def keeps_saved_tensors_otherwise() -> bool:
+    """Whether what autograd saves passes through hooks at the moment, as in a checkpointed part."""
+    return _top_saved_tensors_default_hooks(True) is not None
 
 
 def schema_of(operator: Any) -> torch.FunctionSchema | None:

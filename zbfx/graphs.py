@@ -310,9 +310,18 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, nodes: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """A copy of a node of another graph, on the copies of its arguments that `nodes` gives. Arguments come after the
-    node: `Graph.create_node` looks at each of them, which takes it longer than all else."""
+    """A copy of a node of another graph, on the copies of its arguments that `nodes` gives."""
     copy = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-    copy.args, copy.kwargs = fx.map_arg((node.args, node.kwargs), nodes.__getitem__)
-    copy.meta = dict(node.meta)
+    copy.args = fx.map_arg(node.args, nodes.__getitem__)
+    if node.kwargs:
+        copy.kwargs = fx.map_arg(node.kwargs, nodes.__getitem__)
+    copy.meta.update(node.meta)
     return copy
+
+
+def add_node(graph: fx.Graph, op: str, target: Any, args: tuple[Any, ...], name: str | None = None) -> fx.Node:
+    """A new node. Its arguments come after it, for `Graph.create_node` looks for symbols in each of them, which takes
+    it longer than all else."""
+    node = graph.create_node(op, target, name=name)
+    node.args = args
+    return node

@@ -65,6 +65,7 @@ class Options:
     prologue: bool = True
     check: bool | str = "auto"
     least: Level = Level.NONE  # of recomputation, where `recompute` leaves the level open
+    share_layers: bool = True
     passes: tuple[Pass, ...] = field(default=(), compare=False)  # ranks compare what they are told as
     trace_passes: Tracing = field(default=Tracing.NOTHING, compare=False)
 
@@ -93,6 +94,7 @@ class Options:
             raise ZbfxError(f"grad_dtype is a floating-point torch.dtype, or None; found {self.grad_dtype!r}")
         true_or_false("prologue", self.prologue)
         check_rebalance(self.rebalance, self.costs, self.cuts)
+        true_or_false("share_layers", self.share_layers)
 
     @property
     def runs(self) -> Backend:

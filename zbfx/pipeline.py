@@ -89,6 +89,7 @@ def compile(
     rebalance: bool = False,
     prologue: bool = True,
     check: bool | str = "auto",
+    share_layers: bool = True,
     passes: Sequence[Pass] = (),
     trace_passes: bool | str | None = None,
     progress: bool | None = None,
@@ -144,6 +145,8 @@ def compile(
     check            run `zbfx.check` on two random microbatches, and refuse a pipeline that fails, or computes other
                      results than the model, such as one whose graph holds a Python value that changes from call to
                      call: True, False, or "auto": where it takes about a second at most, and all tensors have data
+    share_layers     trace layers that run the same operators once, and copy their graph for the others, which takes a
+                     fraction of the time; False: trace each of them
     passes           `zbfx.Pass`es of yours, which run between the compiler's, in their order: graph to graph, on the
                      joint graph, the split one, or each stage (docs/passes.md). `check` compares with the model before
     trace_passes     print on stderr what passes did: of the compiler's the time and the nodes, of yours the changes of
@@ -179,6 +182,7 @@ def compile(
         rebalance=rebalance,
         prologue=prologue,
         check=check,
+        share_layers=share_layers,
         passes=checked_passes(passes),
         trace_passes=checked_tracing(trace_passes),
     )
@@ -192,6 +196,7 @@ def compile(
         if kept and (found := kept.found(source, options)):
             return Pipeline(found, source, Compiler(options.runs.compiles))
         chosen = {"device": device, "batch_dims": batch_dims, "grad_dtype": options.grad_dtype}
+        chosen["share_layers"] = options.share_layers
         tracing = modes.traced()(partial(trace, model, loss_fn, inputs, kwargs, targets, **chosen))
         with uncollected():
             announce("tracing the model")

@@ -85,6 +85,7 @@ class Variants:
                 wanted=request.wanted,
                 sizes=sizes,
                 undo=source.guard.undo,
+                share_layers=self.pipe.options.share_layers,
             )
         return separate_count(raw), signature
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from torch import fx
 
 from zbfx.errors import InvalidSchedule, listed
-from zbfx.graphs import Phase, Role, Stage
+from zbfx.graphs import Phase, Role, Stage, add_node
 from zbfx.metrics import MetricKind
 from zbfx.plan import Action, Kind
 from zbfx.program import streams
@@ -168,7 +168,7 @@ class RankProgram:
             for message in sent[action]:
                 nodes.send(message, [self.values[name, action.microbatch] for name in message.names])
             if joins:
-                nodes.graph.call_function(streams.join, joins)
+                nodes.add(streams.join, joins)
             final[self.beside.get(action, action)] += starts.get(position, ())
             if action not in self.beside:
                 for bucket in final.pop(action, ()):
@@ -253,7 +253,7 @@ class RankProgram:
         k = action.microbatch
         kept = self.kept.get(action.stage, ())
         args = (self.microbatches[k], *(self.values[item, None if item in kept else k] for item in call.arguments))
-        node = self.nodes.graph.create_node("call_module", module, args, name=f"{call.phase.name}_{k}")
+        node = add_node(self.nodes.graph, "call_module", module, args, f"{call.phase.name}_{k}")
         node.meta["action"] = action
         return node
 
@@ -273,8 +273,7 @@ class RankProgram:
                 name = f"{item}_m{microbatch}"
             else:
                 name = f"{node.name}_" + ("kept" if microbatch is None else f"for_{self.whole.readers.last(item[0])}")
-            value = self.nodes.graph.create_node("call_function", operator.getitem, (node, index), name=name)
-            self.values[item, microbatch] = value
+            self.values[item, microbatch] = self.nodes.add(operator.getitem, (node, index), name)
 
 
 def by_action(messages: Iterable[tuple[Action, Message]]) -> dict[Action, list[Message]]:

@@ -4,11 +4,13 @@ In: `Message`s, `Bucket`s and modules, in the order of the program. Out: an fx m
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import fx, nn
 
 from zbfx._torch import graph_module
+from zbfx.graphs import add_node
 from zbfx.program import ops
 from zbfx.program.calls import Bound, GradientBucket, ParameterBucket, Summary
 from zbfx.program.chain import Passed, RankChain
@@ -30,43 +32,46 @@ class RankGraph:
 
     def call(self, name: str, module: nn.Module, args: Sequence[fx.Node] = ()) -> fx.Node:
         self.modules[name] = module
-        return self.graph.call_module(name, tuple(args))
+        return add_node(self.graph, "call_module", name, tuple(args))
+
+    def add(self, function: Callable[..., Any], args: tuple[Any, ...], name: str | None = None) -> fx.Node:
+        return add_node(self.graph, "call_function", function, args, name)
 
     def post(self, message: Message) -> None:
         self.messages[message.key] = message
-        self.graph.call_function(ops.post, (self.transport, message.key))
+        self.add(ops.post, (self.transport, message.key))
 
     def receive(self, message: Message) -> fx.Node:
         """The tuple of a message's values."""
         self.messages[message.key] = message
-        return self.graph.call_function(ops.receive, (self.transport, message.key))
+        return self.add(ops.receive, (self.transport, message.key))
 
     def receive_one(self, message: Message) -> fx.Node:
         """The value of a message that has one."""
-        return self.graph.call_function(operator.getitem, (self.receive(message), 0))
+        return self.add(operator.getitem, (self.receive(message), 0))
 
     def send(self, message: Message, values: Sequence[fx.Node]) -> None:
         self.messages[message.key] = message
-        self.graph.call_function(ops.send, (self.transport, message.key, tuple(values)))
+        self.add(ops.send, (self.transport, message.key, tuple(values)))
 
     def release(self, message: Message) -> None:
-        self.graph.call_function(ops.release, (self.transport, message.key))
+        self.add(ops.release, (self.transport, message.key))
 
     def reduce(self, bucket: Bucket) -> None:
         name = f"gradients_{len(self.graph.find_nodes(op='call_function', target=ops.reduce))}"
         gradients = self.call(name, GradientBucket(bucket))
-        self.graph.call_function(ops.reduce, (self.transport, bucket.key, gradients))
+        self.add(ops.reduce, (self.transport, bucket.key, gradients))
 
     def reduced(self, bucket: Bucket) -> None:
-        self.graph.call_function(ops.reduced, (self.transport, bucket.key))
+        self.add(ops.reduced, (self.transport, bucket.key))
 
     def gather(self, bucket: Bucket) -> None:
         name = f"parameters_{len(self.graph.find_nodes(op='call_function', target=ops.gather))}"
         parameters = self.call(name, ParameterBucket(bucket))
-        self.graph.call_function(ops.gather, (self.transport, bucket.key, parameters))
+        self.add(ops.gather, (self.transport, bucket.key, parameters))
 
     def gathered(self, bucket: Bucket) -> None:
-        self.graph.call_function(ops.gathered, (self.transport, bucket.key))
+        self.add(ops.gathered, (self.transport, bucket.key))
 
     def module(self, name: str, results: Sequence[fx.Node] = ()) -> fx.GraphModule:
         self.graph.output(tuple(results))

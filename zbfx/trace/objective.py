@@ -26,6 +26,7 @@ from zbfx.trace.first_forward import FirstForward
 from zbfx.trace.known_values import KnownValues
 from zbfx.trace.refusals import LIBRARY_FOLDERS, refuse_subclass
 from zbfx.trace.signature import Signature
+from zbfx.trace.stamped import STAND_IN
 from zbfx.trace.tensor_parallel import place_gradients
 from zbfx.trace.wanted import TRAINING, Wanted, returned_of
 
@@ -81,6 +82,7 @@ class Objective(nn.Module):
         self.lines = UserLines(model, self.hooks.watched) if traced else contextlib.nullcontext()
         if traced:
             self.hooks.watch_modules(model)
+        self.one_pass: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.part = "the model"  # what is at work, for messages: then "loss_fn", then "the backward"
         self.replaced: set[str] = set()  # the names of buffers that the forward replaces by new tensors
         self.first = FirstForward(("", model), (LOSS_PREFIX.removesuffix("."), loss_fn))
@@ -100,12 +102,13 @@ class Objective(nn.Module):
             self.first.restore()
         self.held = self.tensors()
         place_gradients(self.model)
-        found = self.made(tensors)
+        with self.one_pass():
+            found = self.made(tensors)
         self.keep_replaced()
         if found.loss is not None:
             nodes = nodes_of_backward(found.loss)
             self.leaves = [node.variable for node in nodes if hasattr(node, "variable")]
-            self.hooks.are_there |= any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes)
+            self.hooks.are_there |= any(is_function(node) for node in nodes)
             found.loss.register_hook(self.begin_backward)
         self.kinds, self.returned = found.kinds, found.returned
         self.ports = [port for port, _ in found.results()]
@@ -310,6 +313,11 @@ def nodes_of_backward(loss: Tensor) -> list[Any]:
     return list(found)
 
 
+def is_function(node: Any) -> bool:
+    """Whether a node of autograd is a custom Function, and not one that stands for a layer."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction) and not isinstance(node, STAND_IN)
+
+
 def checked_count(loss: Sequence[Any]) -> Tensor:
     """The count of a (sum, count) loss as a scalar. Raises `TraceError` for any other tuple."""
     if len(loss) != 2 or not isinstance(loss[1], Tensor) or loss[1].numel() != 1:
@@ -336,6 +344,15 @@ class UserLines(TorchFunctionMode):
 
     def leave(self, *_: Any) -> None:
         self.modules.pop()
+
+    @contextlib.contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """Meanwhile, a submodule of this name is at work."""
+        self.modules.append(name)
+        try:
+            yield
+        finally:
+            self.modules.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame: FrameType | None = sys._getframe(1)

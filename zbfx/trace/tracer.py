@@ -32,6 +32,7 @@ from zbfx.trace.left_behind import without_look_outs
 from zbfx.trace.objective import LOSS_PREFIX, MODEL_PREFIX, Objective
 from zbfx.trace.refusals import UNKNOWN_LINE, refuse, refuse_flex_attention, refuse_mixed_dtypes, refuse_subclass
 from zbfx.trace.signature import Signature
+from zbfx.trace.stamped import Body, FirstLook, LayersAlike, NotAlike, Stand, body_of
 from zbfx.trace.symbols import Sizes
 from zbfx.trace.tensor_parallel import fake_sharded, is_sharded, localize
 from zbfx.trace.wanted import TRAINING, Wanted
@@ -72,14 +73,15 @@ def trace(
     wanted: Wanted = TRAINING,
     sizes: Sizes | None = None,
     undo: Callable[[nn.Module, Any], None] = lambda *_: None,
+    share_layers: bool = True,
 ) -> tuple[Joint, Signature]:
     """The joint graph of one microbatch on `device`, as far as it is `wanted`, and the structure of the call.
 
     Parameters and inputs may live on the meta device. `batch_dims` are those of `Signature.of`, `grad_dtype` that of
     `sum_dtypes`. `sizes` says which sizes of the microbatch are symbols. Sizes that the model computes from them are
     arguments of the graph's nodes. `undo` takes out of a copy of model and loss what forwards outside of steps have
-    made since an earlier trace. Raises `TraceError`, with the user's line, where the model needs values of tensors to
-    decide what to run, or has no loss to differentiate."""
+    made since an earlier trace. `share_layers`: trace layers that run the same once. Raises `TraceError`, with the
+    user's line, where the model needs values of tensors to decide what to run, or has no loss to differentiate."""
     signature = Signature.of(example_inputs, example_kwargs, example_targets, batch_dims)
     for spec, example in zip(
         signature.tensors, signature.flatten((*example_inputs, *example_targets), example_kwargs), strict=True
@@ -109,13 +111,21 @@ def trace(
             return True
         return False
 
+    def capture(module: nn.Module, tensors: Sequence[Tensor]) -> fx.GraphModule:
+        with fake_mode, _torch.without_fake_logs(), _torch.decomposing(RIGHT), _torch.checks_in_the_graph():
+            return _torch.capture_joint(module, tensors)
+
+    def plainly(objective: Objective) -> fx.GraphModule:
+        with _torch.recomputing_within(objective.recomputing):
+            module = capture(objective, inputs)
+        objective.hooks.refuse()
+        return without_tokens(with_written_values(module))
+
     def captured(objective: Objective) -> fx.GraphModule:
         try:
-            with fake_mode, _torch.without_fake_logs(), _torch.decomposing(RIGHT):
-                with _torch.recomputing_within(objective.recomputing), _torch.checks_in_the_graph():
-                    module = _torch.capture_joint(objective, inputs)
-                objective.hooks.refuse()
-                return without_tokens(with_written_values(module))
+            return plainly(objective)
+        except LayersAlike:
+            raise
         except ZbfxError as error:
             refuse_flex_attention(error)
             raise
@@ -126,10 +136,34 @@ def trace(
                 refuse(error, objective.model, objective.part, fails_alone)
             raise
 
-    objective = objective_of()
+    def stamped(found: LayersAlike) -> tuple[Objective, fx.GraphModule]:
+        """The graph in which layers that run the same are traced once."""
+        objective, bodies = objective_of(), dict[str, Body]()
+        for first, *others in found.groups:
+            body = body_of(first, objective.model, objective.lines, fake_mode, capture)
+            bodies |= dict.fromkeys([first.name, *(call.name for call in others)], body)
+        stand = Stand(objective.model, bodies, found.recorder)
+        objective.one_pass = stand.one_pass
+        module = plainly(objective)
+        if (objective.ports, objective.kinds, objective.returned) != (looked.ports, looked.kinds, looked.returned):
+            raise NotAlike("other results of the model")
+        stand.stamp(module)
+        return objective, module
+
+    objective = looked = objective_of()
     before = numbers_of(objective)
+    if share_layers and sizes is None and not any(map(is_sharded, model.parameters())):
+        look = FirstLook(looked.model, lambda: not looked.first.made() and numbers_of(looked) == before)
+        looked.one_pass = look.one_pass
     try:
-        module = captured(objective)
+        try:
+            module = captured(objective)
+        except LayersAlike as found:
+            try:
+                objective, module = stamped(found)
+            except Exception:  # what is wrong with the model, tracing the whole of it says
+                objective = objective_of()
+                module = captured(objective)
         refuse_counters(before, numbers_of(objective), module, objective_of, captured)
     except KeptTensors:
         objective, module = afresh(objective_of, captured)

@@ -67,13 +67,17 @@ def rule_tables(graph: Any, given: Any = None) -> Iterator[tuple[Any, ...]]:
                 yield from rule_tables(stage)
             yield STAGES, graph
         case Program():
-            yield PROGRAM, graph
-            yield FLOW, (flow := Flow.of(graph))
+            yield from rule_tables((graph,), given)
         case (Program(), *_):
+            flows = list[Flow]()
             for program in graph:
-                yield from rule_tables(program, given)
+                yield PROGRAM, program
+                flows.append(Flow.of(program))  # which relies on these rules
+                yield FLOW, flows[-1]
+                if isinstance(given, Schedule):
+                    yield ORDERED, given, flows[-1]
             if len(graph) == len(graph[0].chain.chain.ranks):
-                yield ALL_RANKS, [Flow.of(program) for program in graph]
+                yield ALL_RANKS, flows
         case _:
             raise TypeError(f"expected a graph of zbfx.graphs, stages or programs; found {type(graph).__name__}")
     match given, graph:
@@ -85,8 +89,6 @@ def rule_tables(graph: Any, given: Any = None) -> Iterator[tuple[Any, ...]]:
             yield SPLIT_KEPT, given, graph
         case Split(), (Stage(), *_):
             yield STAGES_OF_SPLIT, given, graph
-        case Schedule(), Program():
-            yield ORDERED, given, flow
 
 
 RULES: dict[str, RuleTable] = {

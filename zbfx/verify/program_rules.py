@@ -394,7 +394,8 @@ def actions_are_the_schedules(schedule: Schedule, flow: Flow) -> Problems:
 
 def messages_are_released_as_planned(schedule: Schedule, flow: Flow) -> Problems:
     """What is sent is released once its reader has started by the plan, if the rank has an action from then on."""
-    start_s = {part: span.start_s for spans in schedule.spans for span in spans for part in parts(span.action)}
+    ranks = {flow.program.rank, *(message.target for message in flow.program.messages.values())}
+    start_s = {part: span.start_s for rank in ranks for span in schedule.spans[rank] for part in parts(span.action)}
     calls = in_turn(schedule, flow)
     starts = [start_s[call.action] for call in reversed(calls)]
     first, last = ([*accumulate(starts, of)][::-1] for of in (min, max))  # start of what comes from each call on
