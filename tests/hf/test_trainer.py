@@ -43,7 +43,7 @@ def test_losses_are_those_without_a_pipeline(launch: Launch, tmp_path_factory: p
     assert names == ["checkpoint-10", "checkpoint-20", "final"]
     other = transformers.AutoModelForCausalLM.from_pretrained(folder / "ranks" / "final")
     for value, wanted in zip(other.parameters(), plain.model.parameters(), strict=True):
-        torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-5)  # Adam divides roundings by small roots
     resumed = trainer(PipelineTrainer, folder / "ranks", llama(), {"eval_steps": 10}, **LOCAL)
     resumed.train(resume_from_checkpoint=str(folder / "ranks" / "checkpoint-10"))
     assert_same(history(resumed), expected)
@@ -69,7 +69,7 @@ def test_adapters_alone_are_saved(tmp_path: Path) -> None:
     assert names == {f"model.{name}" for name, p in plain.model.named_parameters() if p.requires_grad}
     loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "final")
     for value, wanted in zip(loaded.parameters(), plain.model.parameters(), strict=True):
-        torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-5)
 
 
 class Watcher(transformers.TrainerCallback):
@@ -101,7 +101,7 @@ def test_losses_that_are_means(tmp_path: Path) -> None:
     assert_same(losses, expected)
     assert others[0] == told
     for value, wanted in zip(others[1], best, strict=True):
-        torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-5)
     with pytest.raises(zbfx.ZbfxError, match="found 3 rows to evaluate, and microbatches of 2"):
         run.prediction_step(model, {"x": torch.zeros(3, 6), "labels": torch.zeros(3)}, True)
     with pytest.raises(zbfx.ZbfxError, match="a step takes 6 rows, and the last one of an epoch has 2"):
