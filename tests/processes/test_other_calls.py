@@ -81,7 +81,7 @@ def test_ranks_that_call_the_same_with_other_numbers_hear_of_it(launch: Launch) 
     for rank, results in found.items():
         for case, text in at_once.items():
             assert (results[case]["type"], results[case]["text"]) == ("ZbfxError", text)
-        wrong = "PostValidated wraps an optimizer of torch; found Step"
+        wrong = "PostValidated wraps an optimizer of torch, or a list of them; found Step"
         assert results["wrong on one"]["text"] == (wrong if rank == 1 else f"rank 1: {wrong}")
         assert results["loss"] == found[0]["loss"] > 0.0
         first = "found rank 0: call 1, step 1, rank 1: call 1, step 8, rank 2: call 1, step 1"

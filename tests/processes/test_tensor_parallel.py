@@ -21,7 +21,7 @@ def test_losses_and_gradients_equal_plain_autograd(launch: Launch) -> None:
 def test_collectives_are_nodes_of_the_phases(launch: Launch) -> None:
     """Two sums a layer in F; in B the sums of the gradients that enter attention and MLP."""
     for found in launch(8, compiled_alone).values():
-        assert found["collectives"] == {"F": 4, "B": 10, "W": 0}
+        assert found["collectives"] == {"P": 0, "F": 4, "B": 10, "W": 0}
 
 
 def test_what_runs_in_one_process_is_refused(launch: Launch) -> None:
