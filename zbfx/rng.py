@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zbfx import _torch
+
 MASK_64 = (1 << 64) - 1
 
 
@@ -37,11 +39,34 @@ def seeded(op: Any, stream: int, seed: int, *args: Any, **kwargs: Any) -> Any:
     """Run a random op on a generator set from `seed` and `stream`. The global generators stay as they were. Under CUDA
     graph capture no generator can be set, and the op draws from the device's default one."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return op(*args, **kwargs)
+        return row_by_row(op, *args, **kwargs)
     devices = {a.device for a in args if isinstance(a, Tensor)} | {torch.device(kwargs.get("device") or "cpu")}
     with preserved_generators(*devices):
         torch.manual_seed(mix(seed, stream))
+        return row_by_row(op, *args, **kwargs)
+
+
+def row_by_row(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a random op so that an entry's number depends on its indices. Most ops draw in the order of memory, and a
+    value's strides depend on where a model is cut: a message fills its memory, and fake versions of some ops tell other
+    strides than their kernels have. Results have the strides that the op gives them."""
+    given = [argument for argument in args if isinstance(argument, Tensor)]
+    draws_by_index = op in _torch.ATTENTION or kwargs.get("memory_format") not in (None, torch.preserve_format)
+    if draws_by_index or all(argument.is_contiguous() for argument in given):
         return op(*args, **kwargs)
+    found = op(*(a.contiguous() if isinstance(a, Tensor) else a for a in args), **kwargs)
+    schema = _torch.schema_of(op)
+    if schema is not None and schema.is_mutable:
+        return args[0].copy_(found)
+
+    def with_strides_of_first(result: Tensor) -> Tensor:
+        if result.shape != given[0].shape:
+            return result
+        return torch.empty_like(given[0], dtype=result.dtype).copy_(result)
+
+    if isinstance(found, Tensor):
+        return with_strides_of_first(found)
+    return tuple(with_strides_of_first(r) if isinstance(r, Tensor) else r for r in found)
 
 
 def preserved_generators(*devices: torch.device) -> AbstractContextManager[None]:

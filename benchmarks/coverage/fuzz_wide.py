@@ -7,6 +7,7 @@ Writes in forwards and backwards, hooks, random numbers, checkpointed parts over
 parts that torch.compile has compiled, arguments with the batch in any dimension, further shapes, and a mode of torch
 around any call. Loss, gradients, buffers and the global generators are compared in every step. Prints one JSON object:
 how many models agreed, how many were refused and why, and which seeds were wrong. `--seed N --count 1` repeats model N.
+A campaign that is cut off (SIGTERM) prints the object for the models that are done.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import argparse
 import gc
 import json
 import re
+import signal
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+from collections.abc import Generator, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
@@ -117,7 +119,7 @@ def scenario(rank: int, seeds: Sequence[int], ranks: int) -> list[dict[str, Any]
     return found
 
 
-def over_processes(seeds: Sequence[int], ranks: int) -> Iterable[tuple[int, Outcome]]:
+def over_processes(seeds: Sequence[int], ranks: int) -> Generator[tuple[int, Outcome]]:
     """The outcomes of seeds over workers that stay alive. After a wrong one the others of its group go on in a new
     one."""
     from benchmarks.coverage.fuzz_wide import scenario  # under the name by which other processes find it
@@ -141,17 +143,29 @@ def over_processes(seeds: Sequence[int], ranks: int) -> Iterable[tuple[int, Outc
                 yield seed, next((o for o in told_by if o.refusal or o.invalid), told_by[0])
 
 
+class Ended(BaseException):
+    """The process is asked to end."""
+
+
+def end(signal_number: int, frame: object) -> None:
+    raise Ended
+
+
 def campaign(first_seed: int, count: int, workers: int = 0) -> dict[str, Any]:
-    """Run random models; the summary. Tells how far it is on stderr."""
+    """Run random models; the summary, of those that are done where the process is asked to end (SIGTERM). Tells how far
+    it is on stderr."""
     begun, begun_cpu, tally = perf_counter(), process_time(), Tally()
     seeds = range(first_seed, first_seed + count)
     outcomes = over_processes(seeds, workers) if workers else ((seed, outcome_of(seed)) for seed in seeds)
-    for done, (seed, outcome) in enumerate(outcomes, 1):
-        tally.add(seed, outcome)
-        if done % PROGRESS == 0:
-            print(json.dumps({"done": done, **tally.counts}), file=sys.stderr, flush=True)
+    done = 0
+    with suppress(Ended), closing(outcomes):
+        for seed, outcome in outcomes:
+            tally.add(seed, outcome)
+            done += 1
+            if done % PROGRESS == 0:
+                print(json.dumps({"done": done, **tally.counts}), file=sys.stderr, flush=True)
     took = {"seconds": round(perf_counter() - begun, 1), "cpu_s": round(process_time() - begun_cpu, 1)}
-    return {"seed": first_seed, "count": count, "workers": workers, **tally.summary(), **took}
+    return {"seed": first_seed, "count": count, "done": done, "workers": workers, **tally.summary(), **took}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -163,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGTERM, end)
     gc.freeze()  # the tracer collects garbage at every hook: what was imported is none
     row = {**environment(), **campaign(options.seed, options.count, options.workers)}
     if options.out:

@@ -5,7 +5,8 @@ All choices come from a `random.Random`, so that a seed names a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -105,20 +106,37 @@ class Checkpointed(nn.Module):
         return checkpoint(self.part, *values, use_reentrant=False)
 
 
-class Plain(nn.Module):
-    """The same names as `Checkpointed`, without a checkpoint."""
-
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.part = part
+class CheckpointedOnce(Checkpointed):
+    """A part that is computed once more in the backward, from buffers as its forward found them. It leaves them as they
+    are then: what it writes, it writes once."""
 
     def forward(self, *values: Tensor) -> Tensor:
-        return self.part(*values)
+        found = [(m, {k: b.clone() for k, b in m.named_buffers(recurse=False)}) for m in self.part.modules()]
+        contexts = nullcontext(), with_buffers(found)
+        return checkpoint(self.part, *values, use_reentrant=False, context_fn=lambda: contexts)
+
+
+@contextmanager
+def with_buffers(buffers: list[tuple[nn.Module, dict[str, Tensor]]]) -> Iterator[None]:
+    """Modules have other buffers meanwhile."""
+    own = [(module, dict(module.named_buffers(recurse=False))) for module, _ in buffers]
+    for module, others in buffers:
+        put_buffers(module, others)
+    try:
+        yield
+    finally:
+        for module, others in own:
+            put_buffers(module, others)
+
+
+def put_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    for name, buffer in buffers.items():
+        setattr(module, name, buffer)
 
 
 class WideModel(nn.Module):
-    """The model of a recipe. `judged`: as plain PyTorch runs it, without torch.compile, and without checkpoints around
-    writes of the forward, which plain PyTorch would do twice."""
+    """The model of a recipe. `judged`: as plain PyTorch runs it, without torch.compile, and with writes of the forward
+    done once in checkpointed parts, where plain PyTorch would do them twice."""
 
     def __init__(self, recipe: Recipe, *, judged: bool = False) -> None:
         super().__init__()
@@ -136,7 +154,7 @@ class WideModel(nn.Module):
             if step.wrapping == "frozen":
                 part.requires_grad_(False)
             if step.wrapping == "checkpoint":
-                part = (Plain if judged and step.kind in WRITE_IN_FORWARD else Checkpointed)(part)
+                part = (CheckpointedOnce if judged and step.kind in WRITE_IN_FORWARD else Checkpointed)(part)
             parts.append(part)
         self.parts = nn.ModuleList(parts)
         if recipe.refused:

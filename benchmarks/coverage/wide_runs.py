@@ -41,6 +41,8 @@ RATE = 0.05  # by which parameters follow their gradients between steps
 SEED = 11  # of the random numbers
 # A value this small beside the largest of its kind is zero but for rounding, and compared with the latter.
 ROUNDING = 1e-4
+NOISES = 4  # a difference of so many times plain PyTorch's own noise is rounding
+TOLERANCE = {DOUBLE: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}  # relative, by a model's least precise dtype
 OF_TRANSFORMS = "called inside a transform of torch.func"
 OUT_OF_ORDER = "ascending order of microbatches"
 
@@ -151,7 +153,8 @@ class Judge:
                 tensor.grad = None if gradient is None else gradient.clone()
                 if noise is not None and value.is_floating_point():
                     spread = torch.rand(value.shape, generator=noise, dtype=DOUBLE) - 0.5
-                    tensor.mul_((1 + spread * 2 * torch.finfo(value.dtype).eps).to(value.dtype))
+                    last_place = torch.finfo(precision(self.wide)).eps
+                    tensor.copy_(value * (1 + spread * 2 * last_place).to(value.dtype))
 
 
 def named(model: nn.Module, loss_fn: Any) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
@@ -173,22 +176,24 @@ def found(tensors: tuple[Mapping[str, nn.Parameter], Mapping[str, Tensor]], loss
     return Found(loss, gradients, {name: buffer.detach().clone() for name, buffer in buffers.items()})
 
 
-def tolerance(wide: Wide) -> float:
-    """The largest relative difference allowed, by the least precise dtype in the model."""
+def precision(wide: Wide) -> torch.dtype:
+    """The least precise dtype in the model."""
     kinds = {step.kind for step in wide.recipe.steps}
     if wide.recipe.dtype is torch.bfloat16 or kinds & REDUCED or wide.followed == "autocast":
-        return 3e-2
-    return 1e-4 if wide.recipe.dtype is torch.float32 or kinds & SINGLE else 1e-10
+        return torch.bfloat16
+    return torch.float32 if wide.recipe.dtype is torch.float32 or kinds & SINGLE else DOUBLE
 
 
 def differences(have: Found, want: Found, allowed: float, noise: Mapping[str, float]) -> tuple[float, str | None]:
     """The largest relative difference, and what is wrong, if anything is. `noise`, by name: how much plain PyTorch's
-    own results change where parameters change in the last place."""
+    own results change where parameters change in the last place. In a model that has diverged, what is not finite is
+    the same in the same places, and the rest is compared."""
     worst = 0.0
     for kind in ("gradients", "buffers", "loss"):
         expected: dict[str, Tensor | None] = {"loss": want.loss} if kind == "loss" else getattr(want, kind)
         all_found = {"loss": have.loss} if kind == "loss" else getattr(have, kind)
-        floor = ROUNDING * max((largest(t.double()) for t in expected.values() if t is not None), default=0.0)
+        sizes = [largest(torch.where(t.isfinite(), t, 0.0)) for t in expected.values() if t is not None]
+        floor = ROUNDING * max(sizes, default=0.0)
         for name, wanted in expected.items():
             if name not in all_found:  # another rank's
                 continue
@@ -199,14 +204,15 @@ def differences(have: Found, want: Found, allowed: float, noise: Mapping[str, fl
                 continue
             if got.dtype != wanted.dtype or got.shape != wanted.shape:
                 return float("inf"), f"{name}: {got.dtype} {tuple(got.shape)}, not {wanted.dtype} {tuple(wanted.shape)}"
-            if torch.equal(got, wanted) or (got.isnan() & wanted.isnan()).all():
+            if torch.equal(got, wanted):
                 continue
             wide_type = torch.complex128 if wanted.is_complex() else DOUBLE
-            difference = largest(got.to(wide_type) - wanted.to(wide_type))
-            scale = largest(wanted.to(wide_type))
+            same = (got == wanted) | (got.isnan() & wanted.isnan())
+            difference = largest(torch.where(same, 0.0, got.to(wide_type) - wanted.to(wide_type)))
+            scale = largest(torch.where(wanted.isfinite(), wanted.to(wide_type), 0.0))
             error = difference / max(scale, floor, 1e-30)
             worst = max(worst, error)
-            if not error <= allowed and not difference <= 10 * noise.get(name, 0.0):
+            if not error <= allowed and not difference <= NOISES * noise.get(name, 0.0):
                 return error, f"{name}: relative difference {error:.3g} (of {scale:.3g})"
     return worst, None
 
@@ -360,7 +366,7 @@ def compare(wide: Wide, start: Start = here) -> Outcome:
     piped, judge = Piped(wide, WideModel(wide.recipe), loss_of(wide.recipe)), Judge.of(wide)
     if why := cannot_run(judge):
         return Outcome(invalid=why)
-    allowed, dim, worst = tolerance(wide), wide.recipe.dims[0], 0.0
+    allowed, dim, worst = TOLERANCE[precision(wide)], wide.recipe.dims[0], 0.0
     try:
         pipe = piped.compiled_anyhow()
         step = piped.call("run_local", partial(start, pipe, wide.new_shape or "refuse"))
@@ -433,7 +439,8 @@ def cannot_run(judge: Judge) -> str | None:
 def noise_of(
     judge: Judge, before: Mapping[str, tuple[Tensor, Tensor | None]], run: Callable[[], Found], want: Found
 ) -> dict[str, float]:
-    """How much plain PyTorch's own results change where parameters change in the last place or two."""
+    """How much plain PyTorch's own results change where parameters change in the last place of the least precise
+    dtype that the model computes in."""
     noise: dict[str, float] = defaultdict(float)
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
@@ -445,5 +452,6 @@ def noise_of(
             changed = others[name]
             if value is not None and changed is not None:
                 kind = torch.complex128 if value.is_complex() else DOUBLE
-                noise[name] = max(noise[name], largest(changed.to(kind) - value.to(kind)))
+                change = changed.to(kind) - value.to(kind)
+                noise[name] = max(noise[name], largest(torch.where(change.isfinite(), change, 0.0)))
     return dict(noise)

@@ -11,11 +11,12 @@ from random import Random
 import pytest
 import torch
 
+from benchmarks.coverage import fuzz_wide
 from benchmarks.coverage.ambient import MODES
 from benchmarks.coverage.random_models import DOUBLE, LAYERS
 from benchmarks.coverage.wide_models import CALLS, LOSSES, WRAPPINGS, Recipe, Step, Wide, draw
 from benchmarks.coverage.wide_parts import PARTS, REFUSED
-from benchmarks.coverage.wide_runs import Found, compare, differences
+from benchmarks.coverage.wide_runs import Found, Outcome, compare, differences
 
 FIRST, COUNT = 3000, 12
 
@@ -57,16 +58,28 @@ def wide_of(*steps: Step, **changes: object) -> Wide:
     return replace(Wide(recipe, 1, 1, 2, "gpipe", {}, steps=2), **changes)  # type: ignore[arg-type]
 
 
+def along(dims: tuple[int, int, int], wide: Wide) -> Wide:
+    """The batch lies along these dimensions of the arguments."""
+    return replace(wide, recipe=replace(wide.recipe, dims=dims))
+
+
 FOUND = {
-    "a norm's strides that no memory format has": replace(
-        wide_of(Step("batch norm", (0,)), Step("cross attention", (1, 1))),
-        recipe=Recipe(
-            (Step("batch norm", (0,)), Step("cross attention", (1, 1))), None, False, "mean", DOUBLE, (1, 0, 2), "none"
-        ),
+    "a norm's strides that no memory format has": along(
+        (1, 0, 2), wide_of(Step("batch norm", (0,)), Step("cross attention", (1, 1)))
     ),
     "a write into what a checkpointed part saved": wide_of(Step("backward saves", (0,), "checkpoint")),
     "a module of the user's that is compiled": wide_of(Step("hook writes", (0,), "torch.compile")),
     "a compiled module with a parametrization": wide_of(Step("weight norm", (0,), "torch.compile")),
+    "a draw from a part of a larger value that travels": along(
+        (1, 0, 0),
+        wide_of(Step("complex filter", (0,), "frozen"), Step("dropped twice", (1,)), ranks=2, cuts=("parts.1",)),
+    ),
+    "a draw from a gradient of a norm, whose strides are not those of its fake version": wide_of(
+        Step("backward draws", (0,)), Step("batch norm", (1,)), ranks=2, microbatches=1
+    ),
+    "a checkpointed part that writes, traced under a mode that its backward does not have": wide_of(
+        Step("counted", (0,), "checkpoint"), modes={"compile": "function mode"}
+    ),
 }
 
 
@@ -88,3 +101,27 @@ def test_differences_are_seen() -> None:
     assert differences(found(one, one * 3), found(one), 1e-10, {})[1] == "b: relative difference 2 (of 1)"
     assert "torch.float32" in str(differences(found(one.float()), found(one), 1e-10, {})[1])
     assert differences(found(one * float("nan")), found(one), 1e-10, {})[1] == "p: relative difference nan (of 1)"
+
+
+def test_models_that_diverge_are_compared_where_they_are_finite() -> None:
+    inf, nan, one = float("inf"), float("nan"), torch.ones((), dtype=DOUBLE)
+
+    def wrong(got: list[float], wanted: list[float], noise: float = 0.0) -> str | None:
+        have, want = (Found(one, {"p": torch.tensor(value, dtype=DOUBLE)}, {}) for value in (got, wanted))
+        return differences(have, want, 1e-10, {"p": noise})[1]
+
+    assert wrong([nan, inf, 1.0], [nan, inf, 1.0]) is None
+    assert wrong([nan, inf, 2.0], [nan, inf, 1.0]) == "p: relative difference 1 (of 1)"
+    assert wrong([inf, 1.0], [-inf, 1.0], 1e300) == "p: relative difference inf (of 1)"
+    assert wrong([1.0, nan], [nan, 1.0], 1e300) == "p: relative difference nan (of 1)"
+
+
+def test_a_campaign_that_is_cut_off_tells_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    def outcome_of(seed: int) -> Outcome:
+        if seed == 2:
+            fuzz_wide.end(15, None)
+        return Outcome(refusal="no such thing" if seed else None)
+
+    monkeypatch.setattr(fuzz_wide, "outcome_of", outcome_of)
+    summary = fuzz_wide.campaign(0, 9)
+    assert (summary["done"], summary["equal"], summary["refused_seeds"]) == (2, 1, {"no such thing": [1]})
