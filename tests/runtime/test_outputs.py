@@ -131,6 +131,19 @@ def test_other_arguments_than_the_examples(case: Case) -> None:
     assert case.step.forward(case.x, hidden=False)["states"] is None
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["refuse", "recompile", "symbolic"])
+def test_other_sizes_follow_on_new_shape(case: Case, option: str) -> None:
+    step = case.pipe.run_local(on_new_shape=option)
+    for rows in (4, 5):
+        x = torch.randn(M * rows, WIDTH)
+        if option == "refuse" and rows % ROWS:
+            with pytest.raises(zbfx.InputError, match="on_new_shape='recompile'"):
+                step.forward(x, outputs="logits")
+        else:
+            close(step.forward(x, outputs="logits"), case.plain(x)["logits"])
+
+
 def test_forwards_of_a_request_are_traced_once(case: Case) -> None:
     def ask(k: int) -> Tensor:
         return case.step.forward(case.x, outputs=lambda out: out["logits"] * k)
