@@ -8,6 +8,7 @@ _adjust_missing_and_unexpected_keys   5.24.0   takes out of its report what a mo
 _weight_conversions                   5.24.0   what save_pretrained reverts
 _is_hf_initialized                    5.24.0   marks modules that are not initialised again
 is_tracing, is_torchdynamo_exporting  5.17.0, 5.24.0   what makers of masks ask before they look at values
+_name_or_path, _commit_hash, ...      5.24.0   where a model came from, and how it generates: no forward reads these
 """
 
 from __future__ import annotations
@@ -16,6 +17,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+UNREAD = {  # attributes of models and configurations that forwards do not read
+    "generation_config",
+    "name_or_path",
+    "transformers_version",
+    "warnings_issued",
+    "_commit_hash",
+    "_name_or_path",
+}
 
 
 def conversions_of(model: Any) -> list[Any]:

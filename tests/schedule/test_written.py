@@ -69,6 +69,9 @@ def test_transfers_of_torch_are_left_out(tmp_path: Path) -> None:
     path.write_text("\n,\n")
     with pytest.raises(ZbfxError, match="a row of actions like 0F1 for each rank; found none"):
         from_torch_csv(path)
+    path.write_bytes(b"0F0,\xe9")
+    with pytest.raises(ZbfxError, match=r"with_transfers.csv is no text in UTF-8"):
+        read_file(path)
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from zbfx._torch import hook_tables, is_fake, original_of
+from zbfx._transformers import UNREAD
 from zbfx.spelled import spelled
 from zbfx.trace.first_forward import OF_MODULES
 from zbfx.trace.guard import attributes_read, named_modules
@@ -53,7 +54,7 @@ def identity(model: nn.Module, loss_fn: Callable[..., Any] | None) -> dict[str, 
         found[title] = f"{named(owner)} in {'train' if module.training else 'eval'} mode"
         own = {key: value for key, value in vars(module).items() if key not in OF_MODULES and key in read}
         own |= {key: value for key, value in vars(module).items() if isinstance(value, FunctionType | MethodType)}
-        found |= {f"{title}: {key}": known.text(value) for key, value in sorted(own.items())}
+        found |= {f"{title}: {key}": known.text(own[key]) for key in sorted(own.keys() - UNREAD)}
         hooks = [hook for table in hook_tables(module) for hook in table.values()]
         found |= {f"{title}: hooks": known.text(hooks)} if hooks else {}
         known.add_code(owner)
@@ -170,6 +171,7 @@ class Known:
             own = vars(value) if hasattr(value, "__dict__") else {}
             slots = [name for part in owner.__mro__ for name in getattr(part, "__slots__", ()) if hasattr(value, name)]
             entries = own or {name: getattr(value, name) for name in slots}
+            entries = {key: entries[key] for key in sorted(entries.keys() - UNREAD)}
             return f"{named(owner)}{inside(entries)}" if entries else named(owner)
         return spelled(value) if "__repr__" in owner.__dict__ else named(owner)
 

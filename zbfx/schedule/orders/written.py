@@ -123,3 +123,5 @@ def read_file(path: Path) -> Orders:
         return reader(path)
     except OSError as error:
         raise ZbfxError(f"cannot read the order {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ZbfxError(f"the order {path} is no text in UTF-8: {error}") from error
