@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -151,7 +155,31 @@ def two_by_two(rank: int, make: Maker, *schedules: str) -> dict[str, Any]:
     """What is loaded before messages, as on GPUs, changes nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(captured, "LOADS", ("cpu",))
-        return trained_alike(rank, make, 2, 2, *schedules)
+        return in_double_precision(two_by_two_and_loaded)(rank, make, *schedules)
+
+
+def two_by_two_and_loaded(rank: int, make: Maker, *schedules: str) -> dict[str, Any]:
+    found = pipelines(2, 2, make, schedules)
+    return every_pipeline({**found, **from_a_plan_on_disk(rank, make)}, 2, 2, rank)
+
+
+def from_a_plan_on_disk(rank: int, make: Maker) -> Compiled:
+    """A pipeline whose plan one rank has written, and all read: none traces."""
+    box = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(box, src=0)
+    whole, folder = make(M * 2), Path(box[0])
+    compiled(part(make(M * 2), 0, 2), 2, M, schedule="zb-h1", cache=folder)
+    dist.barrier()
+    (file,) = folder.iterdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zbfx.pipeline.trace", None)
+        pipe = compiled(part(whole, 0, 2), 2, M, schedule="zb-h1", cache=folder)
+    loaded = zbfx.load_plan(file, whole.model, whole.loss_fn)
+    assert [program.code for program in loaded.programs] == [program.code for program in pipe.programs]
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder)
+    return {f"{make.__name__} from a plan on disk": (whole, loaded)}
 
 
 @in_double_precision

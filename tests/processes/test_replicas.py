@@ -32,7 +32,7 @@ def two_by_two(launch: Launch, make: Maker) -> Results:
 
 def test_two_by_two_equals_one_process(launch: Launch) -> None:
     for make, schedules in SCHEDULES.items():
-        names = {f"{make.__name__} {schedule}" for schedule in schedules}
+        names = {f"{make.__name__} {schedule}" for schedule in (*schedules, "from a plan on disk")}
         assert_equal_to_one_process(two_by_two(launch, make), names)
 
 
