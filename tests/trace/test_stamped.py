@@ -279,6 +279,13 @@ def by_hook(layer: Layer, x: Tensor) -> Tensor:
     return y
 
 
+def by_hook_on_a_node(layer: Layer, x: Tensor) -> Tensor:
+    y = gelu(layer, x)
+    node: Any = y.grad_fn
+    node.register_prehook(lambda gradients: (gradients[0] * (1 + layer.index),))
+    return y
+
+
 def by_checkpoint(layer: Layer, x: Tensor) -> Tensor:
     found: Tensor = checkpoint(torch.sin, x, use_reentrant=False)
     return found
@@ -299,7 +306,17 @@ def in_double(rule: Callable[[Layer, Tensor], Tensor]) -> Problem:
 
 @pytest.mark.parametrize(
     "rule",
-    [by_index, by_own_calls, by_global_count, by_custom_function, by_hook, by_checkpoint, by_constant, by_writing],
+    [
+        by_index,
+        by_own_calls,
+        by_global_count,
+        by_custom_function,
+        by_hook,
+        by_hook_on_a_node,
+        by_checkpoint,
+        by_constant,
+        by_writing,
+    ],
 )
 def test_traps_are_traced_whole(rule: Any) -> None:
     FORWARDS[0] = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from zbfx.trace.wanted import TRAINING, Wanted, returned_of
 
 MODEL_PREFIX, LOSS_PREFIX = "model.", "loss_fn."
 Named = Mapping[str, Tensor]
+READS_NODE = inspect.getattr_static(Tensor, "grad_fn").__get__  # as modes see that a tensor's node is asked for
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,11 @@ class Objective(nn.Module):
         self.stand_ins: Named = {}  # buffers as the forward found them, for code that recomputes
         self.noted: Mapping[str, tuple[int, int]] = {}  # how often each stand-in and its buffer had been written
         self.written_late: set[str] = set()  # stand-ins that the backward of a recomputed part has written
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the forwards so far have made nothing that the model keeps, and put no hooks on nodes of autograd."""
+        return not self.first.made() and not (isinstance(self.lines, UserLines) and self.lines.looks_at_autograd)
 
     def forward(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         if self.starts_afresh:
@@ -338,6 +345,7 @@ class UserLines(TorchFunctionMode):
         """`watched` gives what to register in place of a hook on the gradient of a tensor."""
         super().__init__()
         self.modules, self.watched = [""], watched
+        self.looks_at_autograd = False  # whether the model asks for nodes of autograd, which it may put hooks on
         for name, module in model.named_modules():
             module.register_forward_pre_hook(lambda _module, _args, name=name: self.modules.append(name))
             module.register_forward_hook(self.leave, always_call=True)
@@ -372,6 +380,7 @@ class UserLines(TorchFunctionMode):
                     f"the model or its loss runs a backward of its own (Tensor.backward) at {line}: its gradients "
                     f"would be lost. Return the loss, or give its gradient in the backward of a torch.autograd.Function"
                 )
+            self.looks_at_autograd |= func == READS_NODE
             if func is Tensor.register_hook:
                 args = (args[0], self.watched(args[1]))
             if any(isinstance(value, torch.Generator) for value in (*args, *(kwargs or {}).values())):

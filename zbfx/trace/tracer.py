@@ -153,7 +153,7 @@ def trace(
     objective = looked = objective_of()
     before = numbers_of(objective)
     if share_layers and sizes is None and not any(map(is_sharded, model.parameters())):
-        look = FirstLook(looked.model, lambda: not looked.first.made() and numbers_of(looked) == before)
+        look = FirstLook(looked.model, lambda: looked.is_steady and numbers_of(looked) == before)
         looked.one_pass = look.one_pass
     try:
         try:
