@@ -115,7 +115,10 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "tracebacks and arguments: paths of files": {
         "zbfx/named_model.py": ("place.endswith('.py')", "f.filename.startswith('<frozen importlib')"),
-        "zbfx/trace/objective.py": ("frame.f_code.co_filename.startswith(LIBRARY_FOLDERS)",),
+        "zbfx/trace/objective.py": (
+            "frame.f_code.co_filename.startswith(LIBRARY_FOLDERS)",
+            "frame.f_code.co_filename.startswith(OWN_FOLDER)",
+        ),
         "zbfx/trace/refusals.py": (
             "'_higher_order_ops' in frame.filename",
             "frame.filename.startswith(DISTRIBUTIONS)",

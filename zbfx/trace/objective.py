@@ -25,7 +25,7 @@ from zbfx.metrics import Metric, MetricKind, MetricReduction, metrics_of
 from zbfx.trace.backward_code import BackwardCode, Hook
 from zbfx.trace.first_forward import FirstForward
 from zbfx.trace.known_values import KnownValues
-from zbfx.trace.refusals import LIBRARY_FOLDERS, refuse_subclass
+from zbfx.trace.refusals import LIBRARY_FOLDERS, OWN_FOLDER, refuse_subclass
 from zbfx.trace.signature import Signature
 from zbfx.trace.stamped import STAND_IN
 from zbfx.trace.tensor_parallel import place_gradients
@@ -364,6 +364,7 @@ class UserLines(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame: FrameType | None = sys._getframe(1)
+        is_ours = frame is not None and frame.f_code.co_filename.startswith(OWN_FOLDER)
         while frame is not None and frame.f_code.co_filename.startswith(LIBRARY_FOLDERS):
             frame = frame.f_back
         if frame is not None:
@@ -380,7 +381,7 @@ class UserLines(TorchFunctionMode):
                     f"the model or its loss runs a backward of its own (Tensor.backward) at {line}: its gradients "
                     f"would be lost. Return the loss, or give its gradient in the backward of a torch.autograd.Function"
                 )
-            self.looks_at_autograd |= func == READS_NODE
+            self.looks_at_autograd |= func == READS_NODE and not is_ours
             if func is Tensor.register_hook:
                 args = (args[0], self.watched(args[1]))
             if any(isinstance(value, torch.Generator) for value in (*args, *(kwargs or {}).values())):

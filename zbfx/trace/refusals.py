@@ -17,7 +17,8 @@ from zbfx._torch import aten
 from zbfx.errors import TraceError, first_line
 
 WRAPPERS = (contextlib.__file__, functools.__file__)  # files in the stack of all decorated code
-LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), *WRAPPERS)
+OWN_FOLDER = str(Path(__file__).parents[1])
+LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), OWN_FOLDER, *WRAPPERS)
 DISTRIBUTIONS = str(Path(torch.distributions.__file__).parent)
 CHECKS_OF_VALUES = ("torch._check", "assert ")  # in a line of code
 CHECKS_OF_ARGUMENTS = ("__init__", "_validate_sample")
