@@ -494,7 +494,7 @@ def hook_after_accumulation(part: Part) -> None:
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor] | None, Callable[[Part], None] | None, str]] = {
     "decides": (decides, None, "the model decides by a tensor's value"),
     "looks": (looks, None, "a hook on gradients, at"),
-    "keeps": (keeps, None, "outside of the graph, in a hook or in the backward"),
+    "keeps": (keeps, None, "outside of the graph, in a hook or in the backward|a hook on gradients, at"),
     "reads what its backward writes": (reads_what_its_backward_writes, None, "the backward writes into .*amax, at"),
     "writes a parameter": (writes_a_parameter, None, "writes in place into the parameter"),
     "draws from a generator": (draws_from_a_generator, None, r"torch\.Generator"),
