@@ -31,7 +31,15 @@ from zbfx import _torch
 from zbfx._torch import GRADIENT_ADDITION_MARK, aten
 from zbfx.errors import TraceError
 from zbfx.graphs import Joint, Port, Role, copy_graph
-from zbfx.passes.nodes import expression, is_statistic, is_view, is_widening, storage_owner, value_bytes
+from zbfx.passes.nodes import (
+    drop_dead_nodes,
+    expression,
+    is_statistic,
+    is_view,
+    is_widening,
+    storage_owner,
+    value_bytes,
+)
 
 # Fused backward ops worth splitting, with the position of the mask argument that says which gradients to compute.
 # Norms are not among them: their weight gradient is a cheap sum, and W could make it only from two held activations.
@@ -86,7 +94,7 @@ def canonicalize(joint: Joint) -> Joint:
     split_masked_backwards(graph)
     allow_any_strides(graph)
     correct_statistics(graph)
-    graph.eliminate_dead_code()
+    drop_dead_nodes(graph)
     graph.lint()
     return joint
 

@@ -72,6 +72,11 @@ def is_random(node: fx.Node) -> bool:
     return draws(node.target, node.args, node.kwargs)
 
 
+def drop_dead_nodes(graph: fx.Graph) -> None:
+    """Take out of a graph what nothing reads, random ops too: no draw depends on another one."""
+    graph.eliminate_dead_code(lambda node: node.is_impure() and not is_random(node))
+
+
 def draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operator draws random numbers when it is called with these arguments."""
     if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):

@@ -24,7 +24,7 @@ from torch import fx
 from zbfx._torch import aten
 from zbfx.errors import ZbfxError, listed
 from zbfx.graphs import Joint, Line, Placed, Port, Role, copy_graph
-from zbfx.passes.nodes import storage_owner, value_bytes
+from zbfx.passes.nodes import drop_dead_nodes, storage_owner, value_bytes
 from zbfx.passes.positions import IS_PLACED, line_up
 
 STAGE_SLACK = 1.005  # times the least possible time of the heaviest stage
@@ -71,7 +71,7 @@ def recompute_within_stages(joint: Joint, line: Line, stage_of: Mapping[fx.Node,
         for user in node.users:
             if stage_of.get(user, stage_of[node]) > stage_of[node]:
                 copies[user].replace_input_with(copies[node], copies[first])
-    graph.eliminate_dead_code()
+    drop_dead_nodes(graph)
     # Nodes keep their positions: were they matched with the forward again, the second of two equal nodes would be taken
     # for the first where the first is gone.
     left = set(graph.nodes)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.models import Problem, gpt, mlp, numbers, squares, unet_batch_norm, unet_group_norm
 from tests.support.reference import traced, traced_model
@@ -134,3 +135,23 @@ def port_of(joint: Joint, role: Role) -> Any:
 def test_nothing_is_computed_that_no_output_needs() -> None:
     joint = traced_model(gpt)
     assert [node.name for node in joint.graph.nodes if node.op == "call_function" and not node.users] == []
+
+
+class Unread(nn.Module):
+    """Draws noise beside its result, which nothing reads, and again where a checkpointed part is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        (torch.randn_like(x) * x).bernoulli(0.5)
+        return checkpoint(lambda x: self.second(x).tanh() + torch.randn_like(x).detach(), x, use_reentrant=False)
+
+
+def test_draws_that_nothing_reads_are_left_out() -> None:
+    problem = Problem(Unread(), squares, (numbers(2, 4),))
+    joint = traced(problem)
+    assert count(joint, aten.bernoulli.default) == 0
+    assert count(joint, aten.randn_like.default) == 1
