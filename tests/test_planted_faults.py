@@ -180,9 +180,11 @@ FAULTS: dict[Callable[[zbfx.Pipeline], None], tuple[str, str]] = {
 
 
 def test_a_right_pipeline_is_right() -> None:
-    """In two steps, by the programs and by the model: 3 losses, their mean, 4 gradients, 2 buffers."""
+    """In two steps, by the programs and by the model: 3 losses, their mean, 4 gradients, 2 buffers. Losses and buffers
+    have the same bits. Whether a product that is added to a gradient is rounded in between is up to a CPU's kernel."""
     report = zbfx.check(pipeline())
-    assert (report.compared, report.bitwise, report.findings, report.cause) == (40, 20, (), "")
+    assert (report.compared, report.findings, report.cause) == (40, (), "")
+    assert 2 * 6 <= report.bitwise <= 20
 
 
 @pytest.mark.slow

@@ -82,7 +82,10 @@ def test_grad_dtype_of_parameters_is_followed() -> None:
     assert zbfx.check(pipe)
     step = pipe.run_local()
     step(*problem.inputs, *problem.targets)
-    assert_same_bits(gradients(step), expected)
+    found = gradients(step)
+    assert_same_bits({name: found[name] for name in dtypes}, {name: expected[name] for name in dtypes})
+    for name, gradient in expected.items():  # whether products are rounded before they are added is up to the kernel
+        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-8)
 
 
 def test_the_argument_widens_and_never_narrows() -> None:

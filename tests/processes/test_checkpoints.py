@@ -118,8 +118,9 @@ def whole_optimizer(ranks: Results) -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.mark.slow
 def test_training_goes_on_in_any_form(launch: Launch, tmp_path: Path) -> None:
-    """Tensors and optimizer have the bits of the run before; losses those of the unbroken run while there is one
-    replica, and are within 1e-12 of it after that."""
+    """Tensors and optimizer have the bits of the run before. Losses have those of the unbroken run while there is one
+    replica, and the tied weight of the first layer and the last has a sum in each of their stages; after that they are
+    within 1e-12 of it."""
     unbroken = worker.in_one_process(Form(2), str(tmp_path / "unbroken"), 3 * len(FORMS), 5)["losses"]
     before: Results = {}
     folder = tmp_path / "run"
@@ -136,7 +137,7 @@ def test_training_goes_on_in_any_form(launch: Launch, tmp_path: Path) -> None:
             if before:
                 assert different(found["model"], before[0]["saved"]) == [], form
             expected = unbroken[3 * index : 3 * index + 3]
-            if all(earlier.replicas == 1 for earlier in FORMS[: index + 1]):
+            if all(earlier.replicas == 1 and earlier.ranks > 1 for earlier in FORMS[: index + 1]):
                 assert found["losses"] == expected, form
             assert found["losses"] == pytest.approx(expected, rel=1e-12), form
         if before:
