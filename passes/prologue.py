@@ -30,12 +30,14 @@ TABLE_BYTES = 2**25  # of a value that is larger than what it is made of: it is 
 MadeOf = Mapping[fx.Node, frozenset[fx.Node]]  # of a value that no microbatch changes, the inputs that it is made of
 
 
-def prologue(split: Split) -> Split:
-    """The split with prologues for its stages."""
-    split = copy_split(split)
+def prologue(before: Split) -> Split:
+    """The split with prologues for its stages; the split itself if they would keep nothing."""
+    split = copy_split(before)
     merge_equal(split.placed)
     same = unchanging(split)
     kept = frozenset(kept_for_readers(split.placed, same))
+    if not kept:
+        return before
     placed = split.placed.stage_of
     moved = {node: Kind.P for node in same if node in placed}
     return replace(split, phase_of={**split.phase_of, **moved}, kept=kept)

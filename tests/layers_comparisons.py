@@ -44,7 +44,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/trace/stamped.py": ("n.op == 'call_function'",),
         "zbfx/trace/tracer.py": ("node.op != 'placeholder'",),
         "zbfx/verify/graph_rules.py": ("node.op == 'call_function'", "node.op == 'placeholder'"),
-        "zbfx/verify/rank_rules.py": ("node.op == 'call_module'",),
+        "zbfx/verify/rank_rules.py": ("node.op == 'call_module'", "value.op == 'call_module'"),
         "zbfx/verify/program_rules.py": (
             "node.op == 'call_module'",
             "node.op == 'placeholder'",
@@ -55,6 +55,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "torch: names in operators' schemas, in descriptors, and of entries of its dicts": {
         "zbfx/plans/operators.py": ("'str' in kind", "'Tensor' in kind"),
+        "zbfx/trace/known_values.py": ("func.namespace not in OF_TORCH", "'Tensor' in kind"),
         "passes/nodes.py": ("argument.name == 'dropout_p'",),
         "zbfx/_torch.py": (
             "getattr(operator, 'namespace', None) in COLLECTIVE_NAMESPACES",

@@ -128,6 +128,14 @@ ATTENTION_BACKWARD = (
     FLASH_ATTENTION_BACKWARD.default,
     aten._scaled_dot_product_efficient_attention_backward.default,
 )
+UNCHECKED = {  # operators that reach memory which their arguments do not bound
+    aten.from_file,
+    aten.set_,
+    aten._unsafe_index,
+    aten._unsafe_index_put,
+    aten._unsafe_masked_index,
+    aten._unsafe_masked_index_put_accumulate,
+}
 LOG_SOFTMAX = aten._log_softmax.default
 CUDNN_ATTENTION = aten._scaled_dot_product_cudnn_attention.default
 CUDNN_ATTENTION_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default

@@ -366,7 +366,9 @@ def test_the_text_is_data(saved: Path) -> None:
 
 def test_operators_are_looked_up_in_torch_alone() -> None:
     assert found_at("aten.add.Tensor", ()) is torch.ops.aten.add.Tensor
-    for name in ("aten.from_file.default", "aten.save.default", "aten.manual_seed.default", "aten.warn.default"):
+    for name in ("aten.from_file.default", "aten.from_file.out", "aten.add.out", "aten.set_.source_Tensor"):
+        assert found_at(name, ()) is None, name
+    for name in ("aten.save.default", "aten.manual_seed.default", "aten.warn.default"):
         assert found_at(name, ()) is None, name
     for name in ("aten.__class__.__mro__", "load_library.__call__.x", "symm_mem.nvshmem_put.default", "aten.add"):
         assert found_at(name, ()) is None, name

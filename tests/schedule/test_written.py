@@ -9,10 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.pipelining.schedules as of_torch
 
 from tests.support.models import mlp
-from tests.support.reference import assert_same, compiled, reference, stepped
+from tests.support.reference import assert_same, compiled, default_dtype, reference, stepped
 from zbfx import Action, CostTable, InvalidSchedule, StageCost, ZbfxError
 from zbfx.cli import main
 from zbfx.costs.tables import read_costs
@@ -75,6 +76,7 @@ def test_transfers_of_torch_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@default_dtype(torch.float64)
 def test_an_order_of_torch_compiles(tmp_path: Path) -> None:
     """DualPipeV's order alone says where stages lie: two a rank, in a V."""
     path = tmp_path / "dual.csv"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zbfx
 from tests.support.models import squares
@@ -46,7 +47,13 @@ def of_a_count(x: Tensor) -> bool:
     return int(torch.ones(3, dtype=torch.long).sum()) + torch.full((2,), 3)[1].item() == 6
 
 
-KNOWN: list[Branch] = [of_positions, of_written_positions, of_a_count]
+def within_a_checkpointed_part(x: Tensor) -> bool:
+    """Asked again where the backward computes the part again."""
+    found: Tensor = checkpoint(lambda x: x * 2 if of_positions(x) else x.exp().detach(), x, use_reentrant=False)
+    return found is not None
+
+
+KNOWN: list[Branch] = [of_positions, of_written_positions, of_a_count, within_a_checkpointed_part]
 
 
 @pytest.mark.parametrize("decide", KNOWN)
@@ -78,11 +85,21 @@ def of_memory_that_nothing_wrote(x: Tensor) -> bool:
     return bool(torch.empty_like(positions(x)).sum() >= 0)
 
 
+DRAWN = torch.library.Library("zbfx_tests", "FRAGMENT")
+DRAWN.define("drawn(Tensor places) -> Tensor")
+torch.library.impl(DRAWN, "drawn", "CompositeExplicitAutograd")(lambda places: torch.randint_like(places, 9))
+
+
+def of_an_operator_of_the_users(x: Tensor) -> bool:
+    return bool(torch.ops.zbfx_tests.drawn(positions(x)).sum() >= 0)
+
+
 UNKNOWN: list[Branch] = [
     of_the_input,
     of_an_overwritten_part,
     of_a_buffer_of_the_same_values,
     of_memory_that_nothing_wrote,
+    of_an_operator_of_the_users,
 ]
 
 
@@ -90,6 +107,26 @@ UNKNOWN: list[Branch] = [
 def test_a_branch_on_anything_else_is_refused(decide: Branch) -> None:
     with pytest.raises(zbfx.TraceError, match=r"test_known_values\.py"):
         zbfx.compile(Branching(decide), stages=1, microbatches=2, example_inputs=(torch.randn(2, 4),), loss_fn=squares)
+
+
+def test_nothing_large_is_computed() -> None:
+    """Masks of a long sequence would take 64 GiB: as truth values, and as the float32 that a mask is filled with."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            places = torch.arange(2**18)
+            mask = places[:, None] <= places[None]
+            filled = torch.full((2**17, 2**17), float("-inf")).triu(1)
+            return self.layer(x) * mask[0, 0] + filled[0, 0].exp()
+
+    with torch.device("meta"):
+        model, x = Masked(), torch.empty(2, 4)
+    pipe = zbfx.compile(model, stages=1, microbatches=2, example_inputs=(x,), loss_fn=squares)
+    assert pipe.schedule.name
 
 
 @pytest.mark.transformers

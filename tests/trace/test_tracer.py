@@ -252,7 +252,7 @@ def test_statistics_of_norms_over_half_precision(norm: nn.Module, backend: str) 
     """Their fake versions have another dtype than kernels on the CPU give."""
     problem = Problem(Autocast(norm), squares, (numbers(6, 8),))
     expected = reference(problem, 3)
-    pipe = compiled(problem, 2, 3, backend=backend)
+    pipe = compiled(problem, 2, 3, backend=backend, recompute="none")
     graphs = [stage.phases[Kind.F].module.graph for stage in pipe.stages]
     statistics = [node.meta["val"] for graph in graphs for node in graph.nodes if is_statistic(node)]
     assert [value.dtype for value in statistics] == [torch.float32, torch.float32]

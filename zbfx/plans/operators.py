@@ -3,8 +3,9 @@
 Takes   the target of a node, or its name.
 Gives   its name, or the target.
 Raises  `ZbfxError` for what is none of them: a name from a file is looked up here alone, and nothing is imported. An
-        operator gives a tensor, or only checks values. One that takes a text (a mode, a message) takes a tensor too:
-        this leaves out `aten::from_file`, which maps, and may write, a file that its text names.
+        operator gives a tensor, or only checks values. One that takes a text (a mode, a message) takes a tensor too,
+        and none writes into an argument by name: this leaves out all forms of `aten::from_file`, which maps, and may
+        write, a file that its text names, and of operators that read memory they were not given.
 Source  ours. torch.export's serialiser names operators likewise, but keeps exported programs: its graphs write into
         nothing, and its nodes have neither fake values nor the numbers that tie a backward to its forward.
 """
@@ -73,5 +74,7 @@ def only_computes(found: _torch.Operator) -> bool:
     schema = _torch.schema_of(found)
     assert schema is not None, "operators have schemas"
     taken, given = ([str(value.type) for value in values] for values in (schema.arguments, schema.returns))
+    if any(value.is_out for value in schema.arguments) or found.overloadpacket in _torch.UNCHECKED:
+        return False
     takes_text = any("str" in kind for kind in taken)
     return any("Tensor" in kind for kind in given) and (not takes_text or any("Tensor" in kind for kind in taken))

@@ -21,6 +21,7 @@ from zbfx._torch import aten, pytree
 FOLLOWED_ELEMENTS = 2**20  # of a value, at most
 ORIGINS = (aten.arange, aten.zeros, aten.ones, aten.full, aten.eye, aten.scalar_tensor)
 UNSET = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
+OF_TORCH = ("aten", "prims")
 HOST = torch.device("cpu")
 
 
@@ -38,42 +39,36 @@ class KnownValues(_torch.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        value = self.value_of(func, args, kwargs, read) if self.follows(func, args, kwargs, read) else None
-        if _torch.writes_arguments(func) and value is None:
-            self.forget(read)
-        if value is not None and not isinstance(value, Tensor | tuple | list):
-            return value
+        is_known = self.follows(func, args, kwargs, read)
+        if is_known and gives_numbers(func):
+            return self.value_of(func, args, kwargs)
         result = func(*args, **kwargs)
-        if value is not None:
-            self.note(result, value)
+        # What is too large, or no whole number, is not computed at all.
+        if is_known and all(is_followed(leaf) for leaf in pytree.tree_leaves(result)):
+            self.note(result, self.value_of(func, args, kwargs))
+        elif _torch.writes_arguments(func):
+            self.forget(read)
         return result
 
     def follows(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], read: Sequence[Tensor]) -> bool:
-        """Whether the operator's result has a known value."""
+        """Whether the operator's result has a known value. Operators of others may draw numbers, or have no kernel
+        for CPUs."""
+        if func.namespace not in OF_TORCH or any(
+            isinstance(leaf, torch.SymInt) for leaf in pytree.tree_leaves((args, kwargs))
+        ):
+            return False
         if func.overloadpacket in UNSET or torch.Tag.nondeterministic_seeded in func.tags:
             return False
-        if read:
-            return all(tensor in self.values for tensor in read)
-        return func.overloadpacket in ORIGINS and not any(
-            isinstance(leaf, torch.SymInt) for leaf in pytree.tree_leaves((args, kwargs))
-        )
+        return all(tensor in self.values for tensor in read) if read else func.overloadpacket in ORIGINS
 
-    def value_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], read: Sequence[Tensor]) -> Any:
-        """The value of a result; None if it is not followed."""
-        if not read and kwargs.get("dtype") is not None and not is_whole(kwargs["dtype"]):
-            return None
-
+    def value_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         def known(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
                 return self.values[leaf]
             return HOST if isinstance(leaf, torch.device) else leaf
 
         with _torch.without_modes():
-            value = func(*pytree.tree_map(known, args), **pytree.tree_map(known, kwargs))
-        found = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-        return (
-            None if any(tensor.numel() > FOLLOWED_ELEMENTS or not is_whole(tensor.dtype) for tensor in found) else value
-        )
+            return func(*pytree.tree_map(known, args), **pytree.tree_map(known, kwargs))
 
     def note(self, result: Any, value: Any) -> None:
         for tensor, found in zip(pytree.tree_leaves(result), pytree.tree_leaves(value), strict=True):
@@ -88,5 +83,15 @@ class KnownValues(_torch.TorchDispatchMode):
                 del self.values[tensor]
 
 
-def is_whole(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex)
+def gives_numbers(operator: Any) -> bool:
+    """Whether an operator gives numbers or truth values of Python, and no tensors."""
+    schema = _torch.schema_of(operator)
+    kinds = [str(value.type) for value in schema.returns] if schema is not None else []
+    return bool(kinds) and not any("Tensor" in kind for kind in kinds)
+
+
+def is_followed(value: Any) -> bool:
+    """Whether a value is followed, if it is known."""
+    if not isinstance(value, Tensor):
+        return True
+    return not (value.dtype.is_floating_point or value.dtype.is_complex) and value.numel() <= FOLLOWED_ELEMENTS

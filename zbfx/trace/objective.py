@@ -207,7 +207,8 @@ class Objective(nn.Module):
         before = self.tensors()
         self.put(self.stand_ins)
         try:
-            yield
+            with KnownValues() as known, masks_as_in_eager(known.knows):
+                yield
         finally:
             self.put(before)
             self.noted = {name: (now, self.noted[name][1]) for name, (now, _) in self.writes().items()}

@@ -35,11 +35,11 @@ class Unknown(Exception):
     """A call does something that no record can hold."""
 
 
-def plain_value(value: Any) -> tuple[Any, Any]:
+def plain_value(value: Any) -> tuple[Any, Any, str]:
     """A value that is equal to others by its type and itself."""
     if not isinstance(value, PLAIN_VALUES):
         raise Unknown(f"an argument of {type(value).__name__}")
-    return type(value), value
+    return type(value), value, repr(value)  # 0.0 and -0.0 are equal
 
 
 class LeafPlace(NamedTuple):
@@ -232,7 +232,7 @@ class LayerRecorder(_torch.TorchDispatchMode):
             call.autograd = autograd_of(call)
         except Unknown as why:
             call.doubt = call.doubt or str(why)
-        if any(_torch.has_hooks(tensor) for tensor in (*call.alive, *call.inputs)):
+        if any(_torch.has_hooks(tensor) for tensor in (*call.alive, *call.inputs, *call.tensors.values())):
             call.doubt = call.doubt or "hooks on gradients"
         for tensor in call.made:
             self.owner.pop(id(tensor), None)

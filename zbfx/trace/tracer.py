@@ -73,7 +73,7 @@ def trace(
     wanted: Wanted = TRAINING,
     sizes: Sizes | None = None,
     undo: Callable[[nn.Module, Any], None] = lambda *_: None,
-    share_layers: bool = True,
+    share_layers: bool = False,
 ) -> tuple[Joint, Signature]:
     """The joint graph of one microbatch on `device`, as far as it is `wanted`, and the structure of the call.
 

@@ -139,11 +139,10 @@ def made_of(flows: Flows, flow: Flow, value: Any) -> list[Sum]:
         key, index = str(value.args[0].args[1]), value.args[1]
         source = flows[flow.program.messages[key].source]
         return made_of(flows, source, source.messages[key][0].args[2][index])  # type: ignore[index]
-    module = called_by(value)
+    module = called_by(value) if value.op == "call_module" else None
     if isinstance(module, PartialSum):
         return [(module.name, module.stage)]
-    assert isinstance(module, Gradient), "a stage's sum, or the sum of all"
-    return dict(additions(flows, flow)).get(module.name, [])
+    return dict(additions(flows, flow)).get(module.name, []) if isinstance(module, Gradient) else []
 
 
 def calls_beside_do_not_meet(flows: Flows) -> Problems:
