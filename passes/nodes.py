@@ -72,6 +72,12 @@ def is_random(node: fx.Node) -> bool:
     return draws(node.target, node.args, node.kwargs)
 
 
+def is_repeatable(node: fx.Node) -> bool:
+    """Whether the node computes the same from the same inputs whenever it runs. Operators of other libraries may draw
+    random numbers, or read a state of theirs, without saying so."""
+    return _torch.is_function_of_arguments(node.target) and not is_random(node)
+
+
 def drop_dead_nodes(graph: fx.Graph) -> None:
     """Take out of a graph what nothing reads, random ops too: no draw depends on another one."""
     graph.eliminate_dead_code(lambda node: node.is_impure() and not is_random(node))

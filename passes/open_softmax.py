@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from zbfx import _torch
@@ -25,7 +26,8 @@ def open_softmax(joint: Joint) -> Joint:
     graph = copy_graph(joint.graph)
     for node in graph.find_nodes(op="call_function", target=_torch.LOG_SOFTMAX):
         logits, dim, _ = node.args
-        computed = node.meta["val"].dtype
+        dtype = node.meta["val"].dtype
+        computed = torch.promote_types(dtype, torch.float32)  # half precision cannot hold the sum
 
         def call(target: Any, *args: Any, node: fx.Node = node, **kwargs: Any) -> fx.Node:
             with graph.inserting_before(node):
@@ -38,7 +40,8 @@ def open_softmax(joint: Joint) -> Joint:
             logits = call(_torch.CAST, logits, dtype=computed)
         shifted = call(aten.sub.Tensor, logits, call(aten.amax.default, logits, [dim], True))
         total = call(aten.sum.dim_IntList, call(aten.exp.default, shifted), [dim], True)
-        node.replace_all_uses_with(call(aten.sub.Tensor, shifted, call(aten.log.default, total)))
+        found = call(aten.sub.Tensor, shifted, call(aten.log.default, total))
+        node.replace_all_uses_with(found if dtype is computed else call(_torch.CAST, found, dtype=dtype))
         graph.erase_node(node)
     graph.lint()
     return replace(joint, graph=graph)

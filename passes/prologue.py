@@ -20,7 +20,7 @@ from dataclasses import replace
 from torch import fx
 
 from zbfx.graphs import Placed, Port, Role, Split
-from zbfx.passes.nodes import is_random, is_view, storage_owner, value_bytes
+from zbfx.passes.nodes import is_repeatable, is_view, storage_owner, value_bytes
 from zbfx.passes.positions import IS_PLACED
 from zbfx.passes.recompute import copy_split
 from zbfx.plan import Kind
@@ -49,7 +49,7 @@ def merge_equal(placed: Placed) -> None:
     first: dict[str, fx.Node] = {}
     outputs = set(placed.joint.output_values)
     for node in list(placed.joint.graph.nodes):
-        if node.op == "call_function" and node not in placed.stage_of and node not in outputs and not is_random(node):
+        if node.op == "call_function" and node not in placed.stage_of and node not in outputs and is_repeatable(node):
             known = first.setdefault(f"{node.target}{node.args}{node.kwargs}", node)
             if known is not node:
                 node.replace_all_uses_with(known)
@@ -78,7 +78,7 @@ def unchanging(split: Split) -> MadeOf:
             continue
         # The entries of a tuple go where it goes.
         ends = {node, *(user for user in node.users if user.target is operator.getitem)}
-        if node.meta.get("val") is None or not node.users or is_random(node) or not outputs.isdisjoint(ends):
+        if node.meta.get("val") is None or not node.users or not is_repeatable(node) or not outputs.isdisjoint(ends):
             continue
         sources = frozenset[fx.Node]().union(*(found[source] for source in node.all_input_nodes))
         if all(may_move(one, sources) for one in ends):

@@ -140,6 +140,7 @@ LOG_SOFTMAX = aten._log_softmax.default
 CUDNN_ATTENTION = aten._scaled_dot_product_cudnn_attention.default
 CUDNN_ATTENTION_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
 
+NAMESPACES = ("aten", "prims", "zbfx")  # of the operators that compute from their arguments alone, torch's and ours
 COLLECTIVE_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
 
 # What the pickled table of contents of a torch.distributed.checkpoint consists of, beside plain values, by module and
@@ -459,6 +460,12 @@ def schema_of(operator: Any) -> torch.FunctionSchema | None:
 def is_collective(operator: Any) -> bool:
     """Whether a function of a graph is an operator that several processes call together."""
     return getattr(operator, "namespace", None) in COLLECTIVE_NAMESPACES
+
+
+def is_function_of_arguments(operator: Any) -> bool:
+    """Whether a function of a graph gives what its arguments say, and, where it is tagged as random, chance."""
+    known = getattr(operator, "namespace", None) in (None, *NAMESPACES)
+    return known or is_collective(operator)
 
 
 def group_arguments(operator: Any) -> set[int | str]:

@@ -8,8 +8,8 @@ last    that of the last microbatch, of the last replica
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -51,6 +51,10 @@ class Metric:
         refuse_other("value", self.value)
         if self.count is not None:
             refuse_other("count", self.count)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Metric:
+        """A metric of other tensors, made of this one's."""
+        return replace(self, value=change(self.value), count=None if self.count is None else change(self.count))
 
 
 def refuse_other(name: str, tensor: Any) -> None:
@@ -94,7 +98,7 @@ class MetricKind:
         total = values.to(self.dtype_of_batch(values.dtype)).sum(0)
         if self.reduction is MetricReduction.SUM:
             return total
-        return total / (len(values) if count is None else count.sum(0))
+        return total / len(values) if count is None else (total / count.double().sum(0)).to(total.dtype)
 
 
 def metrics_of(found: Mapping[str, Any]) -> dict[str, Metric]:

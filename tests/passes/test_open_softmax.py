@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 from tests.support.models import Problem
 from tests.support.reference import compiled, traced
 from zbfx._torch import LOG_SOFTMAX
+from zbfx.graphs import Joint, Port, Role
 from zbfx.passes.open_softmax import open_softmax
 from zbfx.passes.recompute import Level
 from zbfx.plan import Kind
@@ -43,6 +44,21 @@ def test_values_are_those_of_the_whole(dtype: torch.dtype) -> None:
     tolerance = {torch.float64: 1e-13, torch.bfloat16: 1e-2}[dtype]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "top"), [(torch.float16, 0.0), (torch.bfloat16, 17.0)])
+def test_sums_of_half_precision_are_taken_in_float32(dtype: torch.dtype, top: float) -> None:
+    logits = torch.zeros(1, 100_000, dtype=dtype)
+    logits[0, 0] = top
+    graph = fx.Graph()
+    given = graph.placeholder("given")
+    given.meta["val"] = logits
+    node = graph.call_function(LOG_SOFTMAX, (given, -1, False))
+    node.meta["val"] = torch.empty_like(logits)
+    graph.output((node,))
+    joint = Joint(graph, (Port(Role.INPUT, "given"),), (Port(Role.OUTPUT, "0"),), {})
+    (found,) = fx.Interpreter(fx.GraphModule({}, open_softmax(joint).graph)).run(logits)
+    assert torch.equal(found, logits.double().log_softmax(-1).to(dtype))
 
 
 def test_compiled_stages_save_no_logits_in_float32() -> None:

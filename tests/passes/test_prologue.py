@@ -148,3 +148,30 @@ def test_what_microbatches_change_or_is_too_large_stays(part: str, monkeypatch: 
         assert stage.stored_bytes([name]) <= 1000
     assert made_once((stage,), aten.cos.default)[0] == (part == "random")  # of the parameter, before the draw
     assert not {Role.INPUT} & {port.role for port in stage.phases[P].ports}
+
+
+@torch.library.custom_op("zbfx_test_prologue::noise", mutates_args=())
+def noise(weight: Tensor) -> Tensor:
+    return torch.rand_like(weight)
+
+
+@noise.register_fake
+def _(weight: Tensor) -> Tensor:
+    return torch.empty_like(weight)
+
+
+class Noisy(nn.Module):
+    """Two draws a microbatch, by an operator that does not say that it draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(numbers(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        fixed = self.weight.detach()
+        return x * self.weight + noise(fixed) - noise(fixed)
+
+
+def test_operators_of_other_libraries_run_in_every_microbatch() -> None:
+    stages = compiled(problem_of(Noisy()), 1, 4, check=False).stages
+    assert made_once(stages, torch.ops.zbfx_test_prologue.noise.default) == (0, 2)

@@ -223,6 +223,33 @@ def test_what_no_forward_returns_is_refused(case: Case, options: dict[str, Any],
         case.step.forward(case.x, **options)
 
 
+class Counted(nn.Module):
+    """Counts its forwards in a buffer, which it replaces, and returns the count of before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        before = self.count
+        self.count = self.count + 1
+        return self.linear(x), before
+
+
+def test_a_buffer_is_returned_as_it_was_before_it_was_replaced() -> None:
+    def loss_of(found: tuple[Tensor, Tensor]) -> Any:
+        return found[0].square().mean(), {"before": zbfx.Metric(found[1][:], "sum")}
+
+    x = torch.randn(4, 3)
+    pipe = zbfx.compile(Counted(), stages=1, microbatches=2, example_inputs=(x[:2],), loss_fn=loss_of, check=False)
+    step = pipe.run_local()
+    assert step.forward(x, outputs="1").tolist() == [0, 1]
+    step(x)
+    assert step.metrics["before"].item() == 2 + 3
+
+
 def test_a_keyword_that_means_two_things_is_refused() -> None:
     class Named(nn.Linear):
         def forward(self, x: Tensor, train: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import zbfx
 from tests.support.reference import default_dtype
+from zbfx.metrics import MetricKind, MetricReduction
 
 M, ROWS, WIDTH, CLASSES = 4, 3, 6, 5
 IGNORED = -100
@@ -114,6 +115,12 @@ def test_steps_without_metrics_have_none() -> None:
     step = compiled_for(lambda out, own: F.cross_entropy(out[0], own.clamp(min=0)), Tower(), check=False).run_local()
     step(x, labels)
     assert step.metrics == {}
+
+
+def test_narrow_counts_are_summed_wide() -> None:
+    kind = MetricKind("accuracy", MetricReduction.MEAN, is_counted=True)
+    found = kind.of_batch(torch.full((32,), 2048.0).half(), torch.full((32,), 4096.0).half())
+    assert (found.dtype, found.item()) == (torch.float32, 0.5)  # 131,072 counted: float16 ends at 65,504
 
 
 def test_nothing_counted_is_nan() -> None:

@@ -22,7 +22,6 @@ from zbfx import _torch
 from zbfx.errors import ZbfxError
 from zbfx.rng import seeded
 
-NAMESPACES = ("aten", "prims", "zbfx")
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {"getitem": operator.getitem, "seeded": seeded}
 NAMES = {function: name for name, function in FUNCTIONS.items()}
 EFFECTS = {*_torch.CHECKING_OPERATORS, _torch.ASSERT, _torch.ASSERT_WITH_MESSAGE}
@@ -36,8 +35,8 @@ def name_of(target: Any, namespaces: Collection[str]) -> str:
             return name
         raise ZbfxError(
             f"the graph calls {name}, which is not among the operators that plans on disk may call: those of "
-            f"{', '.join(NAMESPACES)} that give tensors. Name further libraries of operators in namespaces=, on saving "
-            f"and on loading"
+            f"{', '.join(_torch.NAMESPACES)} that give tensors. Name further libraries of operators in namespaces=, on "
+            f"saving and on loading"
         )
     if callable(target) and target in NAMES:
         return NAMES[target]
@@ -61,7 +60,7 @@ def target_of(name: Any, namespaces: Collection[str]) -> Any:
 def found_at(name: str, namespaces: Collection[str]) -> Any:
     """The operator of this name, like `aten.add.Tensor`, if it is allowed."""
     namespace, *rest = name.split(".")
-    if len(rest) != 2 or namespace not in (*NAMESPACES, *namespaces) or not all(p.isidentifier() for p in rest):
+    if len(rest) != 2 or namespace not in (*_torch.NAMESPACES, *namespaces) or not all(p.isidentifier() for p in rest):
         return None
     packet = getattr(getattr(torch.ops, namespace), rest[0], None)
     found = getattr(packet, rest[1], None)

@@ -110,7 +110,7 @@ class Objective(nn.Module):
         self.held = self.tensors()
         place_gradients(self.model)
         with self.one_pass():
-            found = self.made(tensors)
+            found = self.unwritten(self.made(tensors))
         self.keep_replaced()
         if found.loss is not None:
             nodes = nodes_of_backward(found.loss)
@@ -145,13 +145,30 @@ class Objective(nn.Module):
             loss, count = checked_losses(loss)
             return replace(found, loss=loss, count=count, metrics=metrics_of(metrics))
 
-    def keep_replaced(self) -> None:
-        """Write the new tensors of buffers that the model has replaced into the old ones."""
+    def replacements(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """The buffers that the model has replaced by name, each with the new tensor."""
         for name, buffer in self.held.items():
             module, attribute = self.place(name)
             if attribute in (table := _torch.own_buffers(module)) and table[attribute] is not buffer:
-                write_replaced(name, buffer, table[attribute])
-                self.replaced.add(name.removeprefix(MODEL_PREFIX))
+                yield name, buffer, table[attribute]
+
+    def unwritten(self, found: Computed) -> Computed:
+        """With copies of what is a replaced buffer as the forward found it, or a view of one: the new tensor is yet to
+        be written there."""
+        old = {_torch.storage_of(buffer) for _, buffer, _ in self.replacements()}
+
+        def kept(value: Tensor) -> Tensor:
+            return value.clone() if old and _torch.storage_of(value) in old else value
+
+        count = None if found.count is None else kept(found.count)
+        metrics = {name: metric.mapped(kept) for name, metric in found.metrics.items()}
+        return replace(found, count=count, metrics=metrics, outputs=list(map(kept, found.outputs)))
+
+    def keep_replaced(self) -> None:
+        """Write the new tensors of buffers that the model has replaced into the old ones."""
+        for name, buffer, new in self.replacements():
+            write_replaced(name, buffer, new)
+            self.replaced.add(name.removeprefix(MODEL_PREFIX))
 
     def begin_backward(self, _: Tensor) -> None:
         """Called as the backward begins. Its code finds parameters and buffers as the forward left them."""
