@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -35,11 +36,11 @@ class Tempered(nn.Module):
         self.drop = nn.Dropout(0.0)
         self.register_buffer("bias", torch.ones(WIDTH))
         self.tau, self.shift, self.function = 1.0, torch.ones(WIDTH), torch.sin
-        self.unread = [1.0]
+        self.unread, self.gain = [1.0], numpy.float32(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.drop(self.act(self.first(x) / self.tau + self.bias))
-        return self.function(self.second(h) * self.level + self.shift)
+        return self.function(self.second(h) * (self.level * float(self.gain)) + self.shift)
 
 
 def problem() -> Problem:
@@ -90,6 +91,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str, str]] = {
         "before compile",
     ),
     "number": (lambda m: setattr(m, "tau", 2.0), "tau was 1.0", "register_buffer"),
+    "number of numpy": (lambda m: setattr(m, "gain", numpy.float32(0.25)), "gain was", "found"),
     "number of another kind": (lambda m: setattr(m, "tau", 1), "tau was 1.0", "found 1"),
     "tensor for a number": (lambda m: setattr(m, "tau", torch.tensor([1.0, 2.0])), "tau was 1.0", "in place"),
     "dropout": (lambda m: setattr(m.drop, "p", 0.5), "drop.p was 0.0", "found 0.5"),

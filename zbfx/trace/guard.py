@@ -14,6 +14,7 @@ from operator import is_
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +25,7 @@ from zbfx.trace.first_forward import OF_MODULES
 from zbfx.trace.objective import LOSS_PREFIX
 from zbfx.trace.tracer import canonical_names, named_tensors
 
-NUMBERS = (bool, int, float, complex, str, torch.dtype)
+NUMBERS = (bool, int, float, complex, str, torch.dtype, numpy.generic)
 PLAIN = (*NUMBERS, FunctionType, BuiltinFunctionType)
 MISSING = "nothing"
 READS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}  # instructions of Python that read an attribute
