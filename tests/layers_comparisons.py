@@ -98,7 +98,11 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/trace/signature.py": ("tensor.device.type == 'cpu'", "device.type == 'cuda'"),
     },
     "Python: names of modules and methods, private names, instructions": {
-        "zbfx/plans/identity.py": ("module.partition('.')[0] in KNOWN_BY_VERSION", "'__repr__' in owner.__dict__"),
+        "zbfx/plans/identity.py": (
+            "module.partition('.')[0] in KNOWN_BY_VERSION",
+            "'__repr__' in type(value).__dict__",
+            "key.startswith('__')",
+        ),
         "passes/__init__.py": ("__name__ != 'zbfx.passes'",),
         "zbfx/__main__.py": ("__name__ == '__main__'",),
         "zbfx/optim/post_validated.py": ("name == 'optimizer'",),

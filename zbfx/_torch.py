@@ -17,6 +17,7 @@ FunctionalTensor                    2.11.0, 2.13.0   tensors whose in-place writ
 torch._C._functorch                 2.11.0, 2.13.0   what torch.func wraps tensors in
 _foreach_norm, _foreach_copy_       2.11.0, 2.13.0   one kernel for many tensors
 _set_mkldnn_enabled                 2.11.0, 2.13.0   backends.mkldnn.flags sets more, and warns of it
+_set_cudnn_enabled                  2.11.0, 2.13.0   backends.cudnn.flags sets more
 reduce_scatter_single, ...          2.13.0           public, and called reduce_scatter_tensor in 2.11.0
 _set_pg_timeout                     2.11.0, 2.13.0   a group's timeout after its creation, but for messages of gloo
 _c10d_functional.wait_tensor        2.11.0, 2.13.0   the end of a collective in a graph
@@ -272,6 +273,24 @@ def set_float32_precisions(found: Sequence[Any]) -> None:
         torch.set_float32_matmul_precision(whole)
     for operator, precision in zip(FLOAT32_OPERATORS, single, strict=True):
         operator.fp32_precision = precision
+
+
+ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
+
+
+def kernel_choices() -> tuple[bool, ...]:
+    """Whether each kernel of attention may be taken (flash, memory-efficient, plain, cuDNN's); oneDNN; cuDNN."""
+    kernels = (getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ATTENTION_KERNELS)
+    return *kernels, torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+
+
+def set_kernel_choices(found: Sequence[bool]) -> None:
+    """Switch to what `kernel_choices` has found."""
+    *kernels, mkldnn, cudnn = found
+    for name, is_on in zip(ATTENTION_KERNELS, kernels, strict=True):
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(is_on)
+    torch._C._set_mkldnn_enabled(mkldnn)
+    torch._C._set_cudnn_enabled(cudnn)
 
 
 def is_limit_of_fakes(error: BaseException) -> bool:

@@ -34,6 +34,7 @@ SWITCHES = (  # dtypes and kernels of a graph's operators depend on them
         lambda level: torch.use_deterministic_algorithms(level > 0, warn_only=level == 1),
     ),
     Switch(_torch.float32_precisions, _torch.set_float32_precisions),
+    Switch(_torch.kernel_choices, _torch.set_kernel_choices),
 )
 
 

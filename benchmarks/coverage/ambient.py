@@ -74,6 +74,7 @@ MODES: dict[str, Callable[[Call], Any]] = {
     "default device": lambda call: within(torch.device("meta"), call),
     "deterministic algorithms": lambda call: within(switch(1, 2), call),
     "TF32": lambda call: within(switch(2, ("medium", "tf32", "ieee", "tf32", "bf16", "none", "none")), call),
+    "attention kernels": lambda call: within(switch(3, (False, False, True, False, False, False)), call),
     "function mode": lambda call: within(Sines(), call),
     "dispatch mode": lambda call: within(Watching(), call),
     "torch.compile": compiled_call,

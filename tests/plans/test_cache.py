@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zbfx
 from tests.plans.test_plans import counts, same_bits, tied, trained  # noqa: F401
@@ -124,6 +125,8 @@ def test_what_decides_a_plan_decides_its_key(monkeypatch: pytest.MonkeyPatch) ->
     found = {"nothing": key(of_scale()), **{name: make() for name, make in CHANGES.items()}}
     with torch.autocast("cpu", torch.bfloat16):
         found["autocast"] = key(of_scale())
+    with sdpa_kernel(SDPBackend.MATH):
+        found["kernels of attention"] = key(of_scale())
     for name in ("own_version", "device_text"):
         with monkeypatch.context() as patch:
             patch.setattr(f"zbfx.plans.cache.{name}", lambda *_: "another")

@@ -120,7 +120,7 @@ def told_by(source: Source, signature: Signature, options: Options) -> dict[str,
     known, modes = Known(), source.modes
     constants = [leaf for leaf in signature.leaves if isinstance(leaf, Constant)]
     return {
-        **{f"model: {part}": text for part, text in identity(source.model, source.loss_fn).items()},
+        **{f"model: {part}": text for part, text in identity(source.model, source.loss_fn).parts.items()},
         **{f"argument {leaf.name}": known.text(leaf.value) for leaf in constants},
         **{name: spelled(getattr(options, name)) for name in {f.name: f for f in fields(options)}.keys() - UNSEEN},
         "tensors": spelled(signature.tensors),

@@ -5,35 +5,47 @@ Gives   texts by part: modules with their classes and modes, values that their c
         and the sources of classes and functions, with what these name in their files.
 Raises  nothing.
 Source  ours. What it cannot see: what code reads from elsewhere than the modules and the names in its files, such as
-        the environment, a file or a registry; objects without values of their own; C++.
+        the environment, a file or a registry; C++. Objects without a text of their own are named as strange: no plan of
+        them is kept.
 """
 
 from __future__ import annotations
 
 import sys
 import sysconfig
+from abc import ABC
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache, partial
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zbfx._torch import hook_tables, is_fake, original_of
+from zbfx._torch import hook_tables, is_fake, original_of, own_buffers, own_parameters
 from zbfx._transformers import UNREAD
-from zbfx.spelled import spelled
+from zbfx.spelled import ADDRESS, spelled
 from zbfx.trace.first_forward import OF_MODULES
-from zbfx.trace.guard import attributes_read, named_modules
+from zbfx.trace.guard import mode, named_modules
 from zbfx.trace.tracer import canonical_names, named_tensors
 from zbfx.user_pass import source_of
 
 KNOWN_BY_VERSION = {*sys.stdlib_module_names, "torch", "zbfx"}  # plans name the versions of Python, torch and zbfx
+NO_VALUES = (property, MemberDescriptorType)  # entries of classes
 PLAIN_OBJECTS = (SimpleNamespace, Namespace, partial)
 SPELLED_AS_IS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.layout)
 MOST_READ = 1 << 20  # entries: of larger tensors outside of parameters and buffers, layouts alone are read
@@ -41,29 +53,48 @@ MOST = 100_000  # values inside one attribute that are read
 SHORT = 60  # characters of a text that is told as it is, and not hashed
 
 
-def identity(model: nn.Module, loss_fn: Callable[..., Any] | None) -> dict[str, str]:
+class Identity(NamedTuple):
+    """What a model and its loss are, by part; and by name what of them no text tells, so that none may match."""
+
+    parts: dict[str, str]
+    strange: tuple[str, ...]
+
+
+def identity(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Identity:
     """By part, what the model and its loss are."""
-    known, found = Known(), dict[str, str]()
+    modules, tensors, found = named_modules(model, loss_fn), named_tensors(model, loss_fn), dict[str, str]()
+    titles = {name: f"module {name}" if name else "the model" for name in modules}
     first: dict[int, str] = {}
-    for name, module in named_modules(model, loss_fn).items():
-        title, owner = f"module {name}" if name else "the model", type(module)
-        read = attributes_read(owner)  # type: ignore[arg-type]
-        if first.setdefault(id(module), title) != title:
+    for name, module in modules.items():
+        first.setdefault(id(module), titles[name])
+    known = Known({**{id(tensor): f"tensor {name}" for name, tensor in tensors.items()}, **first})
+    for name, module in modules.items():
+        title = titles[name]
+        if first[id(module)] != title:
             found[title] = f"that of {first[id(module)]}"
             continue
-        found[title] = f"{named(owner)} in {'train' if module.training else 'eval'} mode"
-        own = {key: value for key, value in vars(module).items() if key not in OF_MODULES and key in read}
-        own |= {key: value for key, value in vars(module).items() if isinstance(value, FunctionType | MethodType)}
-        found |= {f"{title}: {key}": known.text(own[key]) for key in sorted(own.keys() - UNREAD)}
-        hooks = [hook for table in hook_tables(module) for hook in table.values()]
+        found[title] = f"{known.named_code(type(module))} in {mode(module.training)} mode"
+        own = own_attributes(module)
+        found |= {f"{title}: {key}": known.text(value) for key, value in own.items()}
+        hooks = hooks_of(module)
         found |= {f"{title}: hooks": known.text(hooks)} if hooks else {}
-        known.add_code(owner)
     canonical = canonical_names(model, loss_fn)
-    for name, tensor in named_tensors(model, loss_fn).items():
+    for name, tensor in tensors.items():
         found[f"tensor {name}"] = layout_text(tensor) if canonical[name] == name else f"that of {canonical[name]}"
     if not isinstance(loss_fn, nn.Module):
         found["the loss"] = known.text(loss_fn)
-    return found | {f"source of {name}": text for name, text in sorted(known.sources.items())}
+    sources = {f"source of {name}": ", ".join(texts) for name, texts in sorted(known.sources.items())}
+    values = {f"value of {name}": text for name, text in sorted(known.values.items()) if text}
+    return Identity(found | sources | values, tuple(known.strange))
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module holds beside what every module does: functions anywhere may read it."""
+    return {key: vars(module)[key] for key in sorted(vars(module).keys() - OF_MODULES - UNREAD)}
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    return [hook for table in hook_tables(module) for hook in table.values()]
 
 
 def layout_text(tensor: Tensor) -> str:
@@ -123,23 +154,42 @@ def functions_in_entry(value: Any) -> list[FunctionType]:
     return [function for function in found if isinstance(function, FunctionType)]
 
 
+def code_text(code: CodeType) -> str:
+    """Instructions, names and constants, without lines."""
+    constants = [code_text(c) if isinstance(c, CodeType) else constant_text(c) for c in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars} ({', '.join(constants)})"
+
+
+def constant_text(value: Any) -> str:
+    return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
+
+
 @dataclass
 class Known:
-    """What has been read so far: `sources`, a hash of each class, function and value that code names."""
+    """What has been read so far: `sources`, hashes of the classes and functions that code names, by name; `values`, a
+    hash of each value that it names, and of what functions hold; `strange`, the kinds of objects that no text tells."""
 
-    sources: dict[str, str] = field(default_factory=dict)
+    parts: Mapping[int, str] = field(default_factory=dict)  # by id, modules and tensors that are told of elsewhere
+    sources: dict[str, list[str]] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)
+    strange: dict[str, None] = field(default_factory=dict)
+    codes: dict[int, tuple[Any, str]] = field(default_factory=dict)  # by id, classes and functions, with their hashes
     left: int = MOST
 
     def text(self, value: Any) -> str:
         """A value as a text: its own if that is short, else a hash of it."""
-        self.left = MOST
+        before, self.left = self.left, MOST
         found = self.described(value, ())
+        self.left = before
         return found if len(found) <= SHORT else hashed_text(found)
 
     def described(self, value: Any, outer: tuple[int, ...]) -> str:
+        value = original_of(value)
         self.left -= 1
         if self.left < 0 or id(value) in outer:
             return "..."
+        if id(value) in self.parts:
+            return self.parts[id(value)]
         inside = partial(self.described, outer=(*outer, id(value)))
         if isinstance(value, SPELLED_AS_IS):
             return repr(value)
@@ -147,14 +197,17 @@ class Known:
             return value.type
         if isinstance(value, Tensor):
             return tensor_text(value)
+        if isinstance(value, np.ndarray | np.generic):
+            held = inside(value.tolist()) if value.dtype.hasobject else sha256(value.tobytes()).hexdigest()[:16]
+            return f"{type(value).__name__} {value.dtype} {value.shape} {held}"
         if isinstance(value, nn.Module):
-            self.add_code(type(value))
-            return f"{named(type(value))} {value!r}"
+            name = f"{self.named_code(type(value))} in {mode(value.training)} mode"
+            children = {**own_parameters(value), **own_buffers(value), **dict(value.named_children())}
+            return f"{name} {inside([own_attributes(value), children, hooks_of(value)])}"
         if isinstance(value, ModuleType):
             return value.__name__
         if isinstance(value, FunctionType | BuiltinFunctionType | type):
-            self.add_code(value)
-            return f"{named(value)}{self.held_by(value, outer)}"
+            return f"{self.named_code(value)}{self.held_by(value, outer)}"
         if isinstance(value, MethodType):
             return f"{inside(value.__func__)} of {inside(value.__self__)}"
         if isinstance(value, Mapping):
@@ -163,78 +216,125 @@ class Known:
             return f"{{{', '.join(sorted(map(inside, value)))}}}"
         if isinstance(value, Sequence) and not isinstance(value, str | bytes):
             return f"{type(value).__name__}({', '.join(map(inside, value))})"
-        owner = type(value)
-        self.add_code(owner)
+        owner = self.named_code(type(value))
         if isinstance(value, partial):
             return f"partial({inside(value.func)}, {inside(value.args)}, {inside(value.keywords)})"
-        if isinstance(value, PLAIN_OBJECTS) or not is_known(owner.__module__):
-            own = vars(value) if hasattr(value, "__dict__") else {}
-            slots = [name for part in owner.__mro__ for name in getattr(part, "__slots__", ()) if hasattr(value, name)]
-            entries = own or {name: getattr(value, name) for name in slots}
-            entries = {key: entries[key] for key in sorted(entries.keys() - UNREAD)}
-            return f"{named(owner)}{inside(entries)}" if entries else named(owner)
-        return spelled(value) if "__repr__" in owner.__dict__ else named(owner)
+        if isinstance(getattr(value, "__wrapped__", None), FunctionType):
+            return f"{owner} of {inside(value.__wrapped__)}"
+        is_own = isinstance(value, PLAIN_OBJECTS) or not is_known(type(value).__module__)
+        entries = entries_of(value)
+        if entries is None or ("__repr__" in type(value).__dict__ and not is_own):
+            return self.printed(value)
+        return f"{owner}{inside(entries)}" if entries else owner
+
+    def printed(self, value: Any) -> str:
+        """An object as it prints itself. One that prints its address is strange, but for a plain `object`, which holds
+        nothing."""
+        if type(value) is not object and ADDRESS.search(repr(value)):
+            self.strange[named(type(value))] = None
+        return spelled(value)
 
     def held_by(self, value: Any, outer: tuple[int, ...]) -> str:
         """What a function holds beside its code: its closure and its defaults."""
         if not isinstance(value, FunctionType) or is_known(value.__module__):
             return ""
-        closed = [cell.cell_contents for cell in value.__closure__ or () if has_content(cell)]
+        closed = [in_cell(cell) for cell in value.__closure__ or ()]
         held = [*closed, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items()]
         return f" with {self.described(held, (*outer, id(value)))}" if held else ""
 
-    def add_code(self, value: Any) -> None:
-        """Read the source of a class or function, and of what it names in its file. Of an installed package, read the
-        file, and the version."""
-        owners = [owner for owner in value.__mro__ if owner is not object] if isinstance(value, type) else [value]
-        for owner in owners:
-            module = owner.__module__
-            if is_known(module) or isinstance(owner, BuiltinFunctionType):
-                continue
-            if (file := installed_file(module)) is not None:
-                package = module.partition(".")[0]
-                self.sources.setdefault(f"package {package}", package_version(package))
-                if module not in self.sources:
-                    self.sources[module] = sha256(file.read_bytes()).hexdigest()[:16]
-            elif (name := named(owner)) not in self.sources:
-                self.sources[name] = hashed_text(source_of(owner))
-                for function in functions_in(owner):
-                    self.add_named(function)
+    def named_code(self, value: Any) -> str:
+        """The name of a class or function, once its source is read, and what it names in its file; with a hash where it
+        is not the first of its name. Of an installed package, the file is read, and the version."""
+        name, module = named(value), value.__module__
+        for base in value.__mro__[1:] if isinstance(value, type) else ():
+            self.named_code(base)
+        if is_known(module) or isinstance(value, BuiltinFunctionType):
+            return name
+        if (file := installed_file(module)) is not None:
+            package = module.partition(".")[0]
+            self.sources.setdefault(f"package {package}", [package_version(package)])
+            if module not in self.sources:
+                self.sources[module] = [sha256(file.read_bytes()).hexdigest()[:16]]
+            return name
+        if id(value) not in self.codes:
+            self.codes[id(value)] = value, ""  # it may name itself
+            digest = hashed_text("\n".join(self.code_texts(value)))
+            self.codes[id(value)] = value, digest
+            kinds = self.sources.setdefault(name, [])
+            kinds += [] if digest in kinds else [digest]
+            for function in functions_in(value):
+                self.add_named(function)
+        digest = self.codes[id(value)][1]
+        return f"{name} {digest}" if digest and digest != self.sources[name][0] else name
+
+    def code_texts(self, value: Any) -> Iterator[str]:
+        """The source of a class or function, and its code; of a class also its bases, what its methods hold, and its
+        values."""
+        yield source_of(value)
+        for function in functions_in(value):
+            yield code_text(function.__code__)
+        if isinstance(value, type):
+            yield " ".join(map(self.named_code, value.__bases__))
+            yield from (self.text_held(function) for function in functions_in(value))
+            for key in sorted(vars(value).keys() - vars(ABC).keys()):
+                entry = vars(value)[key]
+                if not key.startswith("__") and not isinstance(entry, NO_VALUES) and not functions_in_entry(entry):
+                    yield f"{key}: {self.text(entry)}"
+
+    def text_held(self, value: Any) -> str:
+        """What `held_by` tells of a function, hashed."""
+        before, self.left = self.left, MOST
+        found = self.held_by(value, ())
+        self.left = before
+        return found and hashed_text(found)
 
     def add_named(self, function: FunctionType) -> None:
         """Read what a function names: classes, functions and values of its file, and of modules that it names."""
         names = dict.fromkeys(names_of_code(function.__code__))
+        self.add_from(function.__module__, function.__globals__, names, set())
+
+    def add_from(self, place: str, space: Mapping[str, Any], names: Collection[str], seen: set[str]) -> None:
+        seen.add(place)
         for name in names:
-            value = function.__globals__.get(name)
-            if isinstance(value, ModuleType):
-                if not is_known(value.__name__) and installed_file(value.__name__) is None:
-                    for inner in names:
-                        self.add_value(f"{value.__name__}.{inner}", vars(value).get(inner))
-            else:
-                self.add_value(f"{function.__module__}.{name}", value)
+            value = space.get(name)
+            if not isinstance(value, ModuleType):
+                self.add_value(f"{place}.{name}", value)
+            elif value.__name__ not in seen and not is_known(value.__name__) and not installed_file(value.__name__):
+                self.add_from(value.__name__, vars(value), names, seen)
 
     def add_value(self, name: str, value: Any) -> None:
         value = original_of(value)
-        if isinstance(value, type | FunctionType | BuiltinFunctionType):
-            self.add_code(value)
-        elif value is not None and name not in self.sources:
-            self.sources[name] = ""  # it may name itself
-            left, self.left = self.left, MOST
-            self.sources[name] = hashed_text(self.described(value, ()))
-            self.left = left
+        is_code = isinstance(value, type | FunctionType | BuiltinFunctionType)
+        if is_code:
+            self.named_code(value)
+        if value is not None and name not in self.values:
+            self.values[name] = ""  # it may name itself
+            self.values[name] = self.text_held(value) if is_code else hashed_text(self.text(value))
 
 
-def has_content(cell: Any) -> bool:
+def entries_of(value: Any) -> dict[str, Any] | None:
+    """What an object holds in its dict and its slots; None if it has neither."""
+    parts = [vars(part).get("__slots__") for part in type(value).__mro__]
+    slots = [(part,) if isinstance(part, str) else tuple(part) for part in parts if part is not None]
+    if not hasattr(value, "__dict__") and not slots:
+        return None
+    found = {name: getattr(value, name) for part in slots for name in part if hasattr(value, name)}
+    found |= vars(value) if hasattr(value, "__dict__") else {}
+    return {key: found[key] for key in sorted(found.keys() - UNREAD)}
+
+
+def in_cell(cell: Any) -> Any:
     try:
-        return cell.cell_contents is not None
-    except ValueError:  # not filled yet
-        return False
+        return cell.cell_contents
+    except ValueError:
+        return "not filled yet"
 
 
 def tensor_text(tensor: Tensor) -> str:
     """A tensor that is no parameter or buffer, with its values: graphs hold them."""
-    layout = f"{type(tensor).__name__} {tensor.dtype} {tuple(tensor.shape)} {tuple(tensor.stride())}"
-    if type(tensor) is not Tensor or is_fake(tensor) or tensor.is_meta or tensor.numel() > MOST_READ:
+    trained = " trained" if tensor.requires_grad else ""
+    layout = f"{type(tensor).__name__} {tensor.dtype} {tuple(tensor.shape)} {tuple(tensor.stride())}{trained}"
+    if type(tensor) not in (Tensor, nn.Parameter) or is_fake(tensor) or tensor.is_meta or tensor.numel() > MOST_READ:
         return layout
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return layout

@@ -73,7 +73,7 @@ def save_plan(pipe: Compiled, source: Source, path: Path, namespaces: Collection
         "zbfx": own_version(),
         "torch": torch_version(),
         "device": pipe.device.type,
-        "model": identity(source.model, source.loss_fn),
+        "model": refused_strange(source),
         "passes": [given.told for given in pipe.options.passes],
         "modes": writer.inside("modes", source.modes),
         "compiled": writer.data(kept),
@@ -103,6 +103,18 @@ def refuse_unkept(pipe: Compiled, source: Source) -> None:
             "a plan on disk has its schedule as data; found one that is a function, which further shapes would call. "
             "Compile with schedule=pipe.schedule, the orders that it gave, and save that pipeline"
         )
+
+
+def refused_strange(source: Source) -> dict[str, str]:
+    """What the model and its loss are. Raises where they read objects that nothing tells apart."""
+    parts, strange = identity(source.model, source.loss_fn)
+    if strange:
+        raise ZbfxError(
+            f"a plan on disk is of a model whose values can be compared; found objects of {listed(strange)}, which "
+            f"have neither attributes nor a text of their own. Compile each time, or keep them out of the model's "
+            f"attributes and of what its code and the loss read"
+        )
+    return parts
 
 
 @dataclass(frozen=True)
@@ -167,7 +179,7 @@ def refuse_other_model(
             f"the plan {path} was compiled with the passes {shown_list(document['passes'])}; found {shown_list(told)}. "
             f"Give the same ones in passes=, or compile again"
         )
-    before, own = document["model"], identity(source.model, source.loss_fn)
+    before, own = document["model"], identity(source.model, source.loss_fn).parts
     if not isinstance(before, dict):
         raise ZbfxError(f"{path} {NOT_A_PLAN}: it names no model")
     parts = dict.fromkeys((*before, *own))
