@@ -117,6 +117,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "name.endswith('__')",
         ),
         "zbfx/trace/signature.py": ("'__eq__' in vars(owner)",),
+        "zbfx/trace/values_read.py": ("name.startswith('__')",),
     },
     "tracebacks and arguments: paths of files": {
         "zbfx/named_model.py": ("place.endswith('.py')", "f.filename.startswith('<frozen importlib')"),
@@ -133,6 +134,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "'/nn/modules/' in f.filename",
             "f.filename.endswith('/module.py')",
         ),
+        "zbfx/trace/values_read.py": ("file.startswith(INSTALLED)",),
     },
     "identity: looks something up by its own name or key, whatever that is": {
         "passes/canonicalize.py": ("port.name in written",),

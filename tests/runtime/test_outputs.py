@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -154,6 +156,66 @@ def test_forwards_of_a_request_are_traced_once(case: Case) -> None:
     assert len(case.step.pipelines) == before + 1, "a lambda made anew is the one of before"
     close(ask(3), 3 * case.plain(case.x)["logits"])
     assert len(case.step.pipelines) == before + 2
+
+
+WHICH = 1
+
+
+@dataclass(slots=True)
+class Part:
+    factor: int = 1
+
+
+class Picks:
+    shared = 1
+
+    def __init__(self) -> None:
+        self.own, self.part, self.unread = 1, Part(), 1
+
+    @property
+    def factor(self) -> int:
+        return self.own * self.shared * self.part.factor
+
+    def scaled(self, out: dict[str, Any]) -> Tensor:
+        return out["logits"] * self.factor
+
+
+def scaled(out: dict[str, Any]) -> Tensor:
+    return out["logits"] * WHICH
+
+
+def test_functions_are_traced_again_once_what_they_read_has_changed(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picks, held, logits = Picks(), {"by": [1]}, case.plain(case.x)["logits"]
+
+    def is_traced(outputs: Any, factor: int) -> bool:
+        before = len(case.step.pipelines)
+        close(case.step.forward(case.x, outputs=outputs), factor * logits)
+        return len(case.step.pipelines) > before
+
+    def made_anew() -> Any:
+        return lambda out: scaled(out)
+
+    def by_list(out: dict[str, Any]) -> Tensor:
+        return out["logits"] * held["by"][0]
+
+    assert is_traced(made_anew(), 1)
+    assert is_traced(by_list, 1)
+    assert is_traced(picks.scaled, 1)
+    monkeypatch.setattr(sys.modules[__name__], "WHICH", 2)
+    held["by"][0] = 3
+    picks.own = 5
+    assert is_traced(made_anew(), 2)
+    assert is_traced(by_list, 3)
+    assert is_traced(picks.scaled, 5)
+    monkeypatch.setattr(Picks, "shared", 2)
+    assert is_traced(picks.scaled, 10)
+    picks.part.factor = 7
+    assert is_traced(picks.scaled, 70)
+    picks.unread = 2
+    assert not any([is_traced(made_anew(), 2), is_traced(by_list, 3), is_traced(picks.scaled, 70)])
+    assert [is_traced(itemgetter("logits"), 1) for _ in range(2)] == [True, False]
 
 
 def test_forwards_have_no_backward_and_hold_what_was_asked_for(case: Case) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
@@ -23,6 +23,7 @@ from zbfx.graphs import Port, Returned, Role
 from zbfx.spelled import spelled
 from zbfx.trace.refusals import refuse_subclass
 from zbfx.trace.signature import Signature, same_value
+from zbfx.trace.values_read import values_read
 
 SIMPLE = (bool, int, float, complex, str, torch.dtype, torch.device, type(None))
 PATHS = (
@@ -36,11 +37,14 @@ class Selection:
     """What a user asks for of the model's output; None: all of it."""
 
     asked: Any = None
+    read: Any = field(init=False, repr=False)  # what was asked for, and what its functions read, as this was made
 
     def __post_init__(self) -> None:
         for one in self.leaves:
             if not isinstance(one, str) and not callable(one):
                 raise ZbfxError(f"{PATHS}; found {kind_of(one)}")
+        leaves, structure = pytree.tree_flatten(self.asked)
+        object.__setattr__(self, "read", (structure, *map(values_read, leaves)))
 
     @property
     def leaves(self) -> list[Any]:
@@ -52,12 +56,8 @@ class Selection:
         return "all" if self.asked is None else spelled(pytree.tree_map(text_of, self.asked))
 
     def is_like(self, other: Selection) -> bool:
-        """Whether both ask for the same: equal paths, one function, or functions of one code and the same values."""
-        if (self.asked is None) is not (other.asked is None):
-            return False
-        pairs = [pytree.tree_flatten(one.asked) for one in (self, other)]
-        (own, own_structure), (others, other_structure) = pairs
-        return own_structure == other_structure and all(map(same_function, own, others))
+        """Whether both ask for the same: equal paths, or functions of one code that found the same values to read."""
+        return bool(self.read == other.read)
 
     def of(self, output: Any, targets: Sequence[Any]) -> Any:
         """What is asked for, from what the model has returned."""
@@ -179,33 +179,3 @@ def codes_in(one: Any) -> list[CodeType]:
 
 def plain_constants(code: CodeType) -> list[Any]:
     return [value for value in code.co_consts if isinstance(value, SIMPLE)]
-
-
-def same_function(one: Any, other: Any) -> bool:
-    """Whether two functions, or paths, are one: a lambda that is made anew in each call has the code of the last one,
-    and reads the same values."""
-    if one is other or (isinstance(one, str) and one == other):
-        return True
-    if isinstance(one, partial) and isinstance(other, partial):
-        values = [(f.args, tuple(sorted(f.keywords.items()))) for f in (one, other)]
-        return same_function(one.func, other.func) and same_parts(*values)
-    if not isinstance(one, FunctionType) or not isinstance(other, FunctionType) or one.__code__ != other.__code__:
-        return False
-    return one.__globals__ is other.__globals__ and same_parts(values_of(one), values_of(other))
-
-
-def values_of(function: FunctionType) -> tuple[Any, ...]:
-    """What a function reads besides its arguments and globals."""
-    cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
-    return (*cells, function.__defaults__, function.__kwdefaults__)
-
-
-def same_parts(one: Any, other: Any) -> bool:
-    """Whether values are one object, or plain and equal."""
-    if one is other:
-        return True
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(same_parts, one, other))
-    if isinstance(one, FunctionType):
-        return same_function(one, other)
-    return isinstance(one, SIMPLE) and type(one) is type(other) and one == other
