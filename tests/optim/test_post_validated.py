@@ -129,7 +129,6 @@ def test_every_subset_of_ranks_that_stepped_early(early: int, kind: str) -> None
     """Bit r of `early`: rank r steps, whatever it knows; the others wait."""
 
     def prepare(optimizer: PostValidated) -> None:
-        events.clear()  # those of the check, if this is where the pipeline is compiled
         optimizer.early_act = lambda rank, partial: Act.STEPPED if early >> rank & 1 else Act.WAITED  # type: ignore[method-assign]
 
     found = four_steps(kind, prepare=prepare)
