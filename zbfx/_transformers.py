@@ -97,8 +97,8 @@ def without_progress() -> Iterator[None]:
 
 @contextmanager
 def masks_as_in_eager(knows: Callable[[Any], bool]) -> Iterator[None]:
-    """Let models make the masks of eager: none, for the causal kernels of attention, where nothing is
-    padded and nothing packed. `knows` says of which tensors the tracer has values to look at."""
+    """Let models make the masks of eager: none, for the causal kernels of attention, where nothing is padded and
+    nothing packed. `knows` says of which tensors the tracer has values to look at."""
     masks: Any = sys.modules.get("transformers.masking_utils")
     answers: dict[str, Callable[..., bool]] = {
         "is_tracing": lambda tensor=None: tensor is not None and not knows(tensor),

@@ -140,8 +140,7 @@ def compile(
     rebalance        with costs="measure": cut the stages again by what they were measured to take, where devices differ
                      in speed or compiled phases from their nodes, and keep the better of both. Takes as long again
     prologue         compute once a step what no microbatch changes, such as casts of weights under autocast, and hold
-    it
-                     to the end of the step; a `mem_limit` that has no room for that goes without. False: never
+                     it to the end of the step; a `mem_limit` that has no room for that goes without. False: never
     check            run `zbfx.check` on two random microbatches, and refuse a pipeline that fails, or computes other
                      results than the model, such as one whose graph holds a Python value that changes from call to
                      call: True, False, or "auto": where it takes about a second at most, and all tensors have data

@@ -47,38 +47,40 @@ def image_batch(size: int, labels: int) -> Callable[[int, torch.device], Batch]:
     return made
 
 
-def llama(layers: int = 16, hidden: int = 2048, vocabulary: int = 128256, length: int = 2048) -> Family:
-    """The shape of Llama-3.2-1B: 1.24B parameters, tied."""
+def decoder(
+    build: Callable[[Mapping[str, Any]], nn.Module], layers: int, vocabulary: int, length: int, **sizes: Any
+) -> Family:
+    """A language model with a tied head and 8 heads of keys and values, which `build` makes of its sizes."""
+    whole = {
+        "num_hidden_layers": layers, "num_key_value_heads": 8, "vocab_size": vocabulary, "tie_word_embeddings": True,
+        "max_position_embeddings": length, "use_cache": False, **sizes,
+    }  # fmt: skip
+    cut = f"model.layers.{layers // 2}"
+    return Family(lambda: build(whole), language_batch(vocabulary, length), 2, cut, layers_of)
 
-    def build() -> nn.Module:
+
+def llama(layers: int = 16, hidden: int = 2048, vocabulary: int = 128256, length: int = 2048) -> Family:
+    """The shape of Llama-3.2-1B: 1.24B parameters."""
+
+    def build(sizes: Mapping[str, Any]) -> nn.Module:
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        return LlamaForCausalLM(
-            LlamaConfig(
-                hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers, num_attention_heads=32,
-                num_key_value_heads=8, head_dim=hidden // 32, vocab_size=vocabulary, tie_word_embeddings=True,
-                max_position_embeddings=length, use_cache=False,
-            )
-        )  # fmt: skip
+        return LlamaForCausalLM(LlamaConfig(**sizes))
 
-    return Family(build, language_batch(vocabulary, length), 2, f"model.layers.{layers // 2}", layers_of)
+    own = {"intermediate_size": 4 * hidden, "num_attention_heads": 32, "head_dim": hidden // 32}
+    return decoder(build, layers, vocabulary, length, hidden_size=hidden, **own)
 
 
 def qwen3(layers: int = 16, hidden: int = 2048, vocabulary: int = 151936, length: int = 2048) -> Family:
-    """A Qwen3 of 1.1B parameters: norms of heads, tied."""
+    """A Qwen3 of 1.1B parameters, with norms of heads."""
 
-    def build() -> nn.Module:
+    def build(sizes: Mapping[str, Any]) -> nn.Module:
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
-        return Qwen3ForCausalLM(
-            Qwen3Config(
-                hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, num_attention_heads=16,
-                num_key_value_heads=8, head_dim=hidden // 16, vocab_size=vocabulary, tie_word_embeddings=True,
-                max_position_embeddings=length, use_cache=False,
-            )
-        )  # fmt: skip
+        return Qwen3ForCausalLM(Qwen3Config(**sizes))
 
-    return Family(build, language_batch(vocabulary, length), 2, f"model.layers.{layers // 2}", layers_of)
+    own = {"intermediate_size": 3 * hidden, "num_attention_heads": 16, "head_dim": hidden // 16}
+    return decoder(build, layers, vocabulary, length, hidden_size=hidden, **own)
 
 
 def vit(layers: int = 24, hidden: int = 1024, size: int = 224) -> Family:

@@ -30,8 +30,9 @@ def test_rows_of_an_embedding_are_added_as_its_dense_gradient_is(dtypes: tuple[t
 def test_operators_run_on_fake_tensors_of_two_dtypes() -> None:
     with FakeTensorMode():
         gradient, factor = torch.empty(4, 4), torch.empty(4, 4, dtype=torch.bfloat16)
-        ADD_PRODUCT(gradient, factor, factor)
-        ADD_ROWS(gradient, factor, torch.zeros(4, dtype=torch.long), -1)
+        assert ADD_PRODUCT(gradient, factor, factor) is None
+        assert ADD_ROWS(gradient, factor, torch.zeros(4, dtype=torch.long), -1) is None
+    assert (gradient.shape, gradient.dtype) == ((4, 4), torch.float32)
 
 
 @pytest.mark.parametrize("by_frequency", [False, True])
