@@ -1,23 +1,26 @@
 """Which models of transformers go from a folder through a pipeline into a folder: each beside plain transformers.
 
-    python benchmarks/coverage/disk_zoo.py [--only gpt2 mixtral] [--part 0/4]
+    python benchmarks/coverage/disk_zoo.py [--workers 32] [--only gpt2 mixtral]
 
 The library saves a small model with random weights. A second one, on the meta device, gets them over three ranks in
 one process, trains two steps, and is exported. What `from_pretrained` makes of that must have the loss and logits that
 the trained pipeline evaluates, and the tensors, in bits, and outputs of a plain model with the `full_state_dict`. Each
-model runs in a process of its own, with a time limit. Prints a row for each; `--rows FILE...` counts them, by family
-and of models with tied weights.
+model runs in a process of its own, with a time limit, `--workers` of them at a time. Prints a row for each, and counts
+them, by family and by kind; `--rows FILE...` counts those of earlier runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,9 +44,13 @@ ALL = (*CASES, *MORE_CASES)
 
 def examine(case: Case, progress: Progress) -> None:
     """Raises where anything differs."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
     plain: Any = model_of(case)
-    progress.note(model=type(plain).__name__, dtype=str(case.dtype).removeprefix("torch."))
+    progress.note(model=type(plain).__name__, dtype=str(case.dtype).removeprefix("torch."), kinds=kinds_of(plain))
     with tempfile.TemporaryDirectory() as root:
         plain.save_pretrained(f"{root}/base")
         with torch.device("meta"):
@@ -115,22 +122,50 @@ def unlike(found: Mapping[str, Any], expected: Mapping[str, Any], *, exactly: bo
     return wrong
 
 
-def is_tied(case: Case) -> bool:
-    """Whether a parameter of the model has several names."""
-    with torch.device("meta"):
-        model = model_of(case)
-    return len(list(model.named_parameters(remove_duplicate=False))) > len(list(model.parameters()))
+def kinds_of(model: Any) -> tuple[str, ...]:
+    """Of these a model of any family may be one."""
+    is_tied = len(list(model.named_parameters(remove_duplicate=False))) > len(list(model.parameters()))
+    found = {"tied": is_tied, "encoder-decoder": bool(model.config.is_encoder_decoder)}
+    return tuple(kind for kind, holds in found.items() if holds)
 
 
-def summary(rows: list[Row], tied: set[tuple[str, str]]) -> list[str]:
-    passed = [row for row in rows if row.equal]
-    families = Counter(row.family for row in rows)
-    lines = [f"{len(passed)} of {len(rows)} models pass ({versions()})"]
-    for family, count in sorted(families.items()):
-        lines.append(f"{sum(row.family == family for row in passed):4} of {count:3} {family}")
-    of_these = sum((row.architecture, row.family) in tied for row in passed)
-    lines.append(f"{of_these:4} of {len(tied):3} with tied weights")
-    return lines
+def is_present(case: Case) -> bool:
+    """Whether the installed version of transformers has this architecture."""
+    import transformers
+
+    return case.architecture in transformers.CONFIG_MAPPING
+
+
+def families_of(row: Row) -> set[str]:
+    return {row.family, *row.kinds}
+
+
+def summary(rows: Sequence[Row], absent: Sequence[Case]) -> list[str]:
+    """What passed, by family and kind; at last the line with the sum."""
+    families = Counter(family for row in rows for family in families_of(row))
+    passed = Counter(family for row in rows if row.equal for family in families_of(row))
+    lines = [f"{passed[family]:4} of {count:3} {family}" for family, count in sorted(families.items())]
+    if absent:
+        names = ", ".join(case.architecture for case in absent)
+        lines.append(f"{len(absent):4} skipped, which this version of transformers does not have: {names}")
+    return [*lines, f"{sum(row.equal for row in rows)} of {len(rows)} models pass ({versions()})"]
+
+
+def rows_of(cases: Sequence[Case], workers: int, limit_s: float) -> Iterator[Row]:
+    """The rows of all cases, each as soon as it is known."""
+    with ThreadPoolExecutor(workers) as threads:
+        try:
+            runs = [threads.submit(run_apart, case, limit_s, examine, is_started=True) for case in cases]
+            for run in as_completed(runs):
+                yield run.result()
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.kill()
+
+
+def stop(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def main() -> int:
@@ -138,30 +173,33 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="ARCHITECTURE", help="these architectures alone")
     parser.add_argument("--more", action="store_true", help="those of disk_cases.py alone")
     parser.add_argument("--part", default="0/1", help="K/N: the Kth of N parts of the table")
+    parser.add_argument("--workers", type=int, default=1, help="how many models at a time")
     parser.add_argument("--limit-s", type=float, default=180.0, help="seconds that one architecture may take")
     parser.add_argument("--rows", type=Path, nargs="+", help="sum up rows that earlier runs printed")
     options = parser.parse_args()
     import transformers
 
     transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     if options.rows:
         lines = [line for path in options.rows for line in path.read_text().splitlines() if line.startswith("{")]
         known = {(row["architecture"], row["family"]): Row(**row) for row in map(json.loads, lines)}
-        tied = {(case.architecture, case.family) for case in ALL if is_tied(case)} & known.keys()
-        print(*summary(list(known.values()), tied), sep="\n")
+        print(*summary(list(known.values()), []), sep="\n")
         return 0
     part, parts = map(int, options.part.split("/"))
     chosen = [
         case for case in (MORE_CASES if options.more else ALL) if not options.only or case.architecture in options.only
     ][part::parts]
-    wrong = 0
-    for case in chosen:
-        row = run_apart(case, options.limit_s, examine)
-        wrong += not row.equal
-        print(json.dumps(asdict(row)), flush=True)
-    print(f"{len(chosen) - wrong} of {len(chosen)} pass", file=sys.stderr)
-    return 1 if wrong else 0
+    present = [case for case in chosen if is_present(case)]
+    rows: list[Row] = []
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        for row in rows_of(present, options.workers, options.limit_s):
+            rows.append(row)
+            print(json.dumps(asdict(row)), flush=True)
+    except KeyboardInterrupt:
+        print(f"stopped after {len(rows)} of {len(present)}")
+    print(*summary(rows, [case for case in chosen if not is_present(case)]), sep="\n", flush=True)
+    return 0 if len(rows) == len(present) and all(row.equal for row in rows) else 1
 
 
 if __name__ == "__main__":

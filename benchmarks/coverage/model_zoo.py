@@ -61,6 +61,7 @@ class Row:
     error: float | None = None  # largest difference of a gradient, relative to its largest entry
     refused: str | None = None
     compile_s: float | None = None
+    kinds: tuple[str, ...] = ()  # what a benchmark counts beside families
 
 
 @dataclass
@@ -157,9 +158,10 @@ def is_trace_error(error: BaseException) -> bool:
     return isinstance(error, TraceError)
 
 
-def run_apart(case: Case, limit_s: float, examine: Examine = examine) -> Row:
-    """The row of one case, from a forked process that ends at the time limit."""
-    context = multiprocessing.get_context("fork")  # the libraries are imported once
+def run_apart(case: Case, limit_s: float, examine: Examine = examine, *, is_started: bool = False) -> Row:
+    """The row of one case, from a process that ends at the time limit: a fork, or one that is started anew, as threads
+    want it."""
+    context: Any = multiprocessing.get_context("spawn" if is_started else "fork")  # a fork imports nothing
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=work, args=(case, sender, examine))
     process.start()
