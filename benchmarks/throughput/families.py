@@ -23,9 +23,9 @@ class Family:
     blocks: Callable[[nn.Module], Sequence[nn.Module]]
 
     def compiled(self, model: Any) -> None:
-        """Compile the blocks and the loss in place, as a training script does."""
+        """Compile the blocks and the loss in place, as a training script does; hooks of the blocks are not compiled."""
         for block in self.blocks(model):
-            block.compile()
+            block.forward = torch.compile(block.forward)
         model.loss_function = torch.compile(model.loss_function)
 
 

@@ -3,10 +3,11 @@
     python -m benchmarks.throughput.phases --families llama qwen3 vit --out phases.jsonl
     python -m benchmarks.throughput.phases --tiny --device cpu
 
-For each family, precision and level of recomputation: seconds of F, B and W of both stages, compiled, on made-up
-values, with weights and gradients in memory, beside forward and backward of the whole model as a training script
-compiles it (blocks and loss), gradients accumulated. On a GPU the phases are captured graphs and run in turn under
-load, and the whole model is launched. One JSON object a line; on a GPU with the kernels that take longest.
+For each family, precision and level of recomputation: seconds of F, B and W of both stages (a prologue, P, runs once a
+step and is told beside them), compiled, on made-up values, with weights and gradients in memory, beside forward and
+backward of the whole model as a training script compiles it (blocks and loss), gradients accumulated, and of the layers
+of each stage in it. On a GPU the phases are captured graphs and run in turn under load, and the whole model is
+launched. One JSON object a line; on a GPU with the kernels that take longest.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 import zbfx
 from benchmarks.measure import Marks, synchronize
@@ -90,18 +92,39 @@ def phase_calls(family: Family, model: nn.Module, precision: str, level: str, de
     return calls
 
 
-def launched_s(call: Call, device: torch.device) -> float:
-    """Median seconds of a call among others under load. Models of the transformers library look at values of masks, and
-    so no graph can hold them: they are launched one by one, which such sizes do not feel."""
+def launched_s(family: Family, model: nn.Module, call: Call, device: torch.device) -> tuple[float, float]:
+    """Median seconds that forward and backward of the layers of each stage take, among others under load.
+
+    Models of the transformers library look at values of masks, and so no graph can hold them: they are launched one by
+    one, which such sizes do not feel.
+    """
     call()  # compiles
     marks, ends = Marks(device), perf_counter() + WARM_S
     while perf_counter() < ends:
         call()
         synchronize(device)
-    for _ in range(1 + TIMED):
+
+    def at_the_cut(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         marks.set()
-        call()
-    return median(marks.intervals_s())
+        inputs[0].register_hook(lambda _: marks.set())
+
+    with closing_hook(model.get_submodule(family.cut).register_forward_pre_hook(at_the_cut)):
+        for _ in range(1 + TIMED):
+            marks.set()
+            call()
+            marks.set()
+    # Marks of a call: its begin, the cut in the forward, the cut in the backward, its end.
+    intervals = [*marks.intervals_s(), 0.0]
+    whole = list(zip(*[iter(intervals)] * 4, strict=True))
+    return median(forward + backward for forward, _, backward, _ in whole[1:]), median(row[1] for row in whole[1:])
+
+
+@contextmanager
+def closing_hook(handle: RemovableHandle) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def kernels(call: Call) -> dict[str, float]:
@@ -134,18 +157,20 @@ def rows(
         print(family, precision, level, round(perf_counter() - begun, 1), file=sys.stderr, flush=True)
     made.compiled(model)
     plain = plain_call(made, model, precision, device)
-    seconds = sustained_s([calls], device, WARM_S)[0] | {"plain": launched_s(plain, device)}
+    seconds = sustained_s([calls], device, WARM_S)[0]
+    plain_s = launched_s(made, model, plain, device)
     calls["plain"] = plain
     told = {name: kernels(call) for name, call in calls.items()} if device.type == "cuda" else {}
     for level in levels:
         phases = {name: value for name, value in seconds.items() if name.startswith(level)}
+        stage_s = [sum(phases[f"{level} {index} {kind}"] for kind in "FBW") for index in range(2)]
         yield {
             "family": family,
             "precision": precision,
             "recompute": level,
-            "plain_ms": round(1e3 * seconds["plain"], 3),
-            "phases_ms": round(1e3 * sum(phases.values()), 3),
-            "ratio": round(sum(phases.values()) / seconds["plain"], 4),
+            "plain_ms": [round(1e3 * value, 3) for value in plain_s],
+            "stage_ms": [round(1e3 * value, 3) for value in stage_s],
+            "ratios": [round(mine / theirs, 4) for mine, theirs in zip(stage_s, plain_s, strict=True)],
             "phase_ms": {name: round(1e3 * value, 3) for name, value in phases.items()},
             "kernels_us": {name: found for name, found in told.items() if name in {*phases, "plain"}},
             "took_s": round(perf_counter() - begun, 1),
