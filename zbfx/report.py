@@ -39,7 +39,10 @@ def example_batch(compiled: Compiled) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A batch of a step, the example microbatch as often as there are microbatches: positional and keyword arguments.
     Raises `ZbfxError` for an example without data."""
     if any(example.is_meta for example in compiled.examples):
-        raise ZbfxError("the example microbatch has no data (it is on the meta device), so that no step can run on it")
+        raise ZbfxError(
+            "the example microbatch has no data (it is on the meta device), so that no step can run on it. Compile "
+            "with an example that has data, or profile a batch of your own: step.profile(...)"
+        )
     count, specs = compiled.schedule.microbatches, compiled.signature.tensors
     tensors = [
         example if spec.batch_dim is None else torch.cat([example] * count, spec.batch_dim)

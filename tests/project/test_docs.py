@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import runpy
@@ -342,22 +341,3 @@ def test_the_reference_has_every_public_name() -> None:
     members = re.search(r"Step\n    options:\n      members: \[(.*?)\]", text_of("docs/api.md"), re.DOTALL)
     assert members is not None
     assert set(members[1].replace("\n", " ").replace(",", " ").split()) == set(OFFERED)
-
-
-def test_messages_that_are_explained_are_those_of_the_library() -> None:
-    """Each key of `docs/refusals.md` is a part of a text in the library, `…` for what is put in."""
-    texts = [text for path in [*ROOT.glob("zbfx/**/*.py"), *ROOT.glob("passes/*.py")] for text in literals(path)]
-    rows = re.findall(r"^\| (`.*?`) \|", text_of("docs/refusals.md"), re.MULTILINE)
-    keys = [key for row in rows for key in re.findall("`(.*?)`", row)]
-    assert len(keys) > 50
-    assert [key for key in keys if not any(key in text for text in texts)] == []
-
-
-def literals(path: Path) -> list[str]:
-    """The texts of a file, those of f-strings with `…` for each expression."""
-    return [
-        "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
-        for node in ast.walk(ast.parse(path.read_text()))
-        for parts in [node.values if isinstance(node, ast.JoinedStr) else [node]]
-        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
-    ]

@@ -65,4 +65,6 @@ def read_into(folder: Path, table: Metadata, targets: Mapping[str, Any]) -> None
     try:
         reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, AssertionError) as error:
-        raise ZbfxError(f"{folder} is damaged, or files are missing from it: {first_line(error)}") from error
+        raise ZbfxError(
+            f"{folder} is damaged, or files are missing from it: {first_line(error)}. Copy it again, or load another"
+        ) from error

@@ -55,7 +55,10 @@ def load_pretrained(model: Any, contents: Stored, wanted: Collection[str]) -> Lo
     refuse_other_shapes([(name, tuple(found), tuple(own)) for name, found, own in sorted(info.mismatched_keys)])
     if info.conversion_errors or info.error_msgs:
         texts = [*(f"{name}: {text.strip().splitlines()[-1]}" for name, text in info.conversion_errors.items())]
-        raise ZbfxError(f"transformers cannot convert these weights: {'; '.join([*texts, *info.error_msgs][:3])}")
+        raise ZbfxError(
+            f"transformers cannot convert these weights: {'; '.join([*texts, *info.error_msgs][:3])}. Load them with "
+            f"from_pretrained, and write them anew with save_pretrained"
+        )
     changed = {name: tensor.detach() for name, tensor in tensors_of(model).items() if tensor is not before.get(name)}
     missing, surplus = (tuple(sorted(names)) for names in (info.missing_keys, info.unexpected_keys))
     return Loaded(changed, missing, surplus, _transformers.weight_conversions(model))

@@ -140,7 +140,10 @@ def safetensors_of(files: list[Path]) -> Stored:
         with opened(file) as handle:
             for name in handle.keys():  # noqa: SIM118  # no mapping
                 if name in found:
-                    raise ZbfxError(f"{name} is in more than one of {listed((f.name for f in files), 4)}")
+                    raise ZbfxError(
+                        f"{name} is in more than one of {listed((f.name for f in files), 4)}. Leave the files of one "
+                        f"model in the folder"
+                    )
                 part = handle.get_slice(name)
                 dtype = part.get_dtype()
                 found[name] = StoredTensor(tuple(part.get_shape()), DTYPES.get(dtype, dtype), reader_of(file, name))

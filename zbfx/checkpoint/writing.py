@@ -78,7 +78,7 @@ def write_files(plan: Plan, gather: Gather) -> Path:
         if missing:
             raise ZbfxError(
                 f"{plan.path.parent} is not the same folder on all processes; {listed(sorted(missing), 3)} "
-                f"are missing here"
+                f"are missing here. Save into a folder that all of them share"
             )
         with (plan.path / OTHERS).open("wb") as file:
             torch.save(dict(plan.others), file)
@@ -111,6 +111,11 @@ def others_of(folder: Path) -> dict[str, Any]:
         with (folder / OTHERS).open("rb") as file:
             return torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, ValueError, KeyError) as error:
-        raise ZbfxError(f"{folder} is no checkpoint of step.save, or damaged: {first_line(error)}") from error
+        raise ZbfxError(
+            f"{folder} is no checkpoint of step.save, or damaged: {first_line(error)}. Load another one"
+        ) from error
     except Exception as error:  # pickle.UnpicklingError, for what is no plain data
-        raise ZbfxError(f"{folder / OTHERS} holds other things than plain data: {first_line(error)}") from error
+        raise ZbfxError(
+            f"{folder / OTHERS} holds other things than plain data, which are not read, for they may run code: "
+            f"{first_line(error)}. Load what step.save wrote"
+        ) from error

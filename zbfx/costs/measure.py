@@ -65,7 +65,10 @@ def cost_table(
     run as `compiled` makes them, after `warm_s` of load; the stages then say what calls of these phases hold."""
     if isinstance(options.costs, CostTable):
         if options.costs.placement != tuple(placement):
-            raise ZbfxError(f"costs are for the placement {tuple(placement)}; found one for {options.costs.placement}")
+            raise ZbfxError(
+                f"costs are for the placement {tuple(placement)}, which the schedule asks for; found a table for "
+                f"{options.costs.placement}. Set its field placement, or choose another schedule"
+            )
         return Costed(stages, options.costs)
     hardware = hardware_of(options.device)
     if not options.measures:

@@ -160,7 +160,7 @@ class PostValidated(torch.optim.Optimizer):
         divided by `divide_by` first: the tokens, where steps with loss_reduction="sum" have added up gradients of
         sums."""
         if closure is not None:
-            raise ZbfxError("step takes no closure: a pipeline's step has computed the loss before")
+            raise ZbfxError("step takes no closure: a pipeline's step has computed the loss before. Call step()")
         divisor = positive_number("divide_by", divide_by, "a finite number above 0")
         with self.target.alone():
             self.settle()

@@ -70,7 +70,9 @@ class Engines:
                 raise InputError(f"run_split takes {PAIRS}; found {kind_of(pair)} for microbatch {index}")
         signature, count = self.first.pipe.signature, self.first.pipe.reduction.microbatches
         if len(batches) != count:
-            raise InputError(f"expected {count} microbatches, found {len(batches)}")
+            raise InputError(
+                f"run_split takes a pair for each microbatch: expected {count} microbatches, found {len(batches)}"
+            )
         for args, kwargs in batches:
             signature.refuse_gradients(args, kwargs)
         self.ranks.given(signature.batch_shapes(count))

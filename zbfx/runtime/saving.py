@@ -204,13 +204,17 @@ def plan_load(
     then."""
     table, plain = distributed.table_of(path), writing.others_of(path)
     if plain.get("format") != FORMAT:
-        raise ZbfxError(f"{path} was saved in format {plain.get('format')}; this version of zbfx reads {FORMAT}")
+        raise ZbfxError(
+            f"{path} was saved in format {plain.get('format')}; this version of zbfx reads {FORMAT}. Load it with the "
+            f"version that saved it, and take its weights from there (step.export)"
+        )
     stored = Checkpoint(table, plain)
     targets: dict[str, Tensor | Boxes] = model_targets(path, holding, stored)
     saved = plain["optimizers"].keys() | plain["objects"].keys()
     if missing := sorted(objects.keys() - saved):
         raise ZbfxError(
-            f"{path} has no state of {listed(missing)}, but of {listed(sorted(saved)) or 'the model alone'}"
+            f"{path} has no state of {listed(missing)}, but of {listed(sorted(saved)) or 'the model alone'}. Load by "
+            f"the names of step.save"
         )
     if left := sorted(saved - objects.keys()):
         warnings.warn(f"{path} also has the state of {listed(left)}, which is not loaded", stacklevel=10)
@@ -219,7 +223,8 @@ def plan_load(
         is_optimizer = isinstance(value, torch.optim.Optimizer)
         if label not in plain["optimizers" if is_optimizer else "objects"]:
             raise ZbfxError(
-                f"{label} was saved {'from no' if is_optimizer else 'from an'} optimizer; found {kind_of(value)}"
+                f"{label} was saved {'from no' if is_optimizer else 'from an'} optimizer; found {kind_of(value)}. Load "
+                f"by the names of step.save"
             )
         if is_optimizer:
             loads.append(OptimizerLoad(label, value, holding.optimized, stored))
@@ -242,7 +247,7 @@ def model_targets(path: Path, holding: Holding, stored: Checkpoint) -> dict[str,
         key = own if own in stored.entries and stored.plain["processes"] == holding.processes else shared
         if key not in stored.entries:
             if is_used and name not in stored.plain.get("left_out", ()):
-                raise ZbfxError(f"{path} has no {name}: it was saved from another model")
+                raise ZbfxError(f"{path} has no {name}: it was saved from another model. Load into that one")
             continue
         entry = stored.entries[key]
         layout = (tuple(entry.size), entry.properties.dtype)

@@ -402,7 +402,7 @@ def input_port(description: Any, signature: Signature, canonical: Mapping[str, s
             return Port(Role.INPUT, signature.tensors[index].name)
         case descriptors.TangentAOTInput():
             return Port(Role.LOSS_GRADIENT, "loss")
-    raise TraceError(f"the model has an input that zbfx does not know: {description}")
+    raise TraceError(f"the model has an input that zbfx does not know: {description}. Please report the model")
 
 
 def output_port(
@@ -421,4 +421,4 @@ def output_port(
                 f"the model writes in place into the {input_port(mutated, signature, canonical)}, at "
                 f"{value.meta.get('stack_trace') or UNKNOWN_LINE}; write into a copy (`x = x.clone()`) or a buffer"
             )
-    raise TraceError(f"the model has an output that zbfx does not know: {description}")
+    raise TraceError(f"the model has an output that zbfx does not know: {description}. Please report the model")
