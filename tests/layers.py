@@ -68,7 +68,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "pipeline",
         "zbfx",
     ),
-    ("cli", "asked", "named_model", "measured_step", "playground", "__main__", "hf"),
+    ("cli", "asked", "named_model", "measured_step", "playground", "__main__", "hf", "testing"),
 )
 
 BELOW_SEARCH = ("schedule.schedule", "schedule.orders", "schedule.bounds", "schedule.integer")

@@ -19,6 +19,12 @@ def whole_number(name: str, value: Any, meaning: str) -> int:
     return value
 
 
+def count_from_zero(name: str, value: Any, meaning: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ZbfxError(f"{name} is {meaning}, an integer >= 0; found {value!r}")
+    return value
+
+
 def positive_number(name: str, value: Any, meaning: str) -> float:
     """A number above 0, or a tensor that holds one."""
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.processes.faults import outcome, raise_error, spoil
+from tests.processes.faults import outcome
 from tests.processes.replicas_worker import M, alone, in_double_precision, part
 from tests.processes.tensor_parallel_worker import local_part
 from tests.processes.worker import refusal, train
 from tests.support.models import Problem, mlp
 from tests.support.reference import compiled, relative_error
 from zbfx.optim import PostValidated
+from zbfx.testing import faults
 
 STEPS = 3
 
@@ -128,9 +129,8 @@ def failing_shard(rank: int, phase: str) -> dict[str, Any]:
     distribute(problem.model, mesh["tp"])
     step = compiled(problem, 2, M).bind(mesh)
     step(*problem.inputs, *problem.targets)
-    if rank == 3:
-        spoil(step.engine, phase, raise_error)
-    return outcome(partial(step, *problem.inputs, *problem.targets))
+    with faults.injected(faults.Raise(), faults.action(f"{phase}.0"), rank=3):
+        return outcome(partial(step, *problem.inputs, *problem.targets))
 
 
 @in_double_precision

@@ -19,6 +19,7 @@ from tests.support.reference import compiled
 from zbfx.errors import PipelineFault
 from zbfx.optim import PostValidated
 from zbfx.runtime import captured
+from zbfx.testing.faults import OPTIMIZER, Raise, injected
 
 
 @contextmanager
@@ -82,26 +83,19 @@ def replicated_ranks(rank: int) -> dict[str, Any]:
     return results
 
 
-class Failing(torch.optim.SGD):
-    """Fails in its second step."""
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        if any(self.state.values()):
-            raise ArithmeticError("on purpose")
-        return super().step(*args, **kwargs)
-
-
 @loads()
 def failing(rank: int) -> str:
-    """What each rank hears where the first one of the chain fails after it has passed its state on, and lives on."""
+    """What each rank hears where the first one of the chain fails, in its second step, after it has passed its state
+    on, and lives on."""
     problem, world = mlp(5), dist.get_world_size()
     step = compiled(problem, world, 5).bind()
-    make = Failing if rank == 0 else torch.optim.SGD
-    optimizer = PostValidated(make(step.parameters(), lr=0.01, momentum=0.9), step, max_norm=10.0)
+    inner = torch.optim.SGD(step.parameters(), lr=0.01, momentum=0.9)
+    optimizer = PostValidated(inner, step, max_norm=10.0)
     try:
-        for _ in range(5):
-            step(*problem.inputs, *problem.targets)
-            optimizer.step()
+        with injected(Raise(), OPTIMIZER, rank=0, after=1):
+            for _ in range(5):
+                step(*problem.inputs, *problem.targets)
+                optimizer.step()
     except PipelineFault as error:
         dist.barrier()
         return str(error)

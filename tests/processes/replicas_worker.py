@@ -25,6 +25,7 @@ from zbfx.optim import PostValidated
 from zbfx.options import placement_of
 from zbfx.runtime import captured
 from zbfx.schedule.orders.registry import SEARCHED
+from zbfx.testing.faults import Raise, action, injected
 
 M = 3  # microbatches of a replica
 STEPS = 20
@@ -221,10 +222,8 @@ def steps_and_refusals(rank: int) -> dict[str, Any]:
     results["fewer"] = refusal(lambda: step.run_split(rows[: M - 1] if replica else rows))
     results["evaluated"] = step.evaluate(*problem.inputs, *problem.targets).item()
     results["after refusals"] = step(*problem.inputs, *problem.targets).item()
-    if rank == 3:
-        call = next(call for call in step.engine.runners[0].calls if call.phase.name == "B1")
-        call.take = raise_on_purpose  # type: ignore[method-assign]
-    results["fault"] = refusal(lambda: step(*problem.inputs, *problem.targets))
+    with injected(Raise(), action("B1.0"), rank=3):
+        results["fault"] = refusal(lambda: step(*problem.inputs, *problem.targets))
     return results
 
 
@@ -259,10 +258,6 @@ def clipped(rank: int) -> list[dict[str, Any]]:
             figures = {"losses": losses, "parameters": own, "counts": asdict(optimizer.counts)}
             found.append(figures | {"norm": optimizer.verdict.norm if optimizer.verdict else None})
     return found
-
-
-def raise_on_purpose(*_: Any, **__: Any) -> Any:
-    raise ArithmeticError("on purpose")
 
 
 def accumulated(step: Any, problem: Problem) -> dict[str, Any]:

@@ -16,9 +16,9 @@ SOON_S = 15.0
 
 STEPS = {"first step": 0, "later step": 1, "evaluate": 0}
 IN_PHASES = {
-    "raise in F": ("F1.0", "ArithmeticError: on purpose"),
-    "raise in B": ("B1.0", "ArithmeticError: on purpose"),
-    "raise in W": ("W1.0", "ArithmeticError: on purpose"),
+    "raise in F": ("F1.0", "InjectedError: on purpose"),
+    "raise in B": ("B1.0", "InjectedError: on purpose"),
+    "raise in W": ("W1.0", "InjectedError: on purpose"),
     "out of memory": ("F1.0", "OutOfMemoryError: on purpose"),
 }
 
@@ -28,7 +28,7 @@ def said(failure: str, place: str) -> str:
     if failure == "Ctrl-C":
         return "rank 1: KeyboardInterrupt"
     if failure == "raise in the optimizer":
-        return "rank 1: ArithmeticError: on purpose"
+        return "rank 1: InjectedError: on purpose"
     action, error = IN_PHASES[failure]
     if place == "bind":
         return f"rank 1: {error}"
@@ -64,9 +64,9 @@ def test_a_rank_that_fails_in_compile(launch: Launch) -> None:
     ranks = launch(2, faults.in_compile)
     for place in faults.COMPILE[1:]:
         found, own = ranks[0][place], ranks[1][place]
-        assert (own["type"], own["text"]) == ("ArithmeticError", "on purpose")
+        assert (own["type"], own["text"]) == ("InjectedError", "on purpose")
         assert found["type"] == "ZbfxError"
-        assert re.fullmatch(r"rank 1(, compile)?: ArithmeticError: on purpose", found["text"])
+        assert re.fullmatch(r"rank 1(, compile)?: InjectedError: on purpose", found["text"])
         assert max(found["seconds"], own["seconds"]) < SOON_S
     assert ranks[0]["arguments"]["text"].startswith("rank 1, compile: stages is the number of pipeline ranks")
     assert ranks[0]["right"]["type"] == ranks[1]["right"]["type"] == ""
@@ -80,7 +80,7 @@ ENDING = [(failure, place) for failure in ("os._exit", "SIGKILL", "between calls
 def test_a_rank_that_ends(launch: Launch, failure: str, place: str) -> None:
     found = launch(2, faults.fails, failure, place, ends={1})[0]
     if failure == "between calls":
-        check_heard(found, "rank 1, outside of its calls: ArithmeticError: on purpose")
+        check_heard(found, "rank 1, outside of its calls: InjectedError: on purpose")
         return
     check_heard(found, found["text"])
     assert re.match(

@@ -122,5 +122,5 @@ def test_a_shard_that_fails_reaches_the_pipelines_of_all_shards(launch: Launch, 
     for found in launch(4, worker.failing_shard, phase).values():
         assert found["type"] == "PipelineFault"
         assert f"shard 1, rank 1, step 1, action {phase}.0" in found["text"]
-        assert "ArithmeticError: on purpose" in found["text"]
+        assert "InjectedError: on purpose" in found["text"]
         assert found["seconds"] < 15

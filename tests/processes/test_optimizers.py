@@ -59,7 +59,7 @@ def test_all_ranks_skip_and_name_stage_and_microbatch(launch: Launch, world: int
 def test_a_failing_optimizer_is_heard_of_at_once(launch: Launch, world: int) -> None:
     """While its process lives on, with messages under way."""
     heard = launch(world, optimizers.failing)
-    assert list(heard.values()) == ["rank 0: ArithmeticError: on purpose"] * world
+    assert list(heard.values()) == ["rank 0: InjectedError: on purpose"] * world
 
 
 def test_replicas_come_to_the_same_verdict(launch: Launch) -> None:

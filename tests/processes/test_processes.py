@@ -192,7 +192,7 @@ def test_bad_batch_is_refused_before_anything_is_sent(launch: Launch) -> None:
 
 def test_failure_reaches_every_rank_with_rank_step_and_action(launch: Launch) -> None:
     messages = refusals(launch(4, worker.faults), "fault", "PipelineFault")
-    expected = "rank 2, step 1, action B2.1 (stage 2, microbatch 1): ArithmeticError: on purpose"
+    expected = "rank 2, step 1, action B2.1 (stage 2, microbatch 1): InjectedError: on purpose"
     assert messages == [expected] * 4
 
 

@@ -134,5 +134,5 @@ def test_refusals_harm_nothing(launch: Launch) -> None:
 
 
 def test_fault_reaches_the_other_replica(launch: Launch) -> None:
-    expected = "replica 1, rank 1, step 5, action B1.0 (stage 1, microbatch 0): ArithmeticError: on purpose"
+    expected = "replica 1, rank 1, step 5, action B1.0 (stage 1, microbatch 0): InjectedError: on purpose"
     assert refusals(launch(4, worker.steps_and_refusals), "fault", "PipelineFault") == [expected] * 4

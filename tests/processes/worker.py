@@ -21,6 +21,7 @@ from tests.support.models import Maker, Problem, gpt, gpt2, mlp, numbers
 from tests.support.reference import compiled, reference, rescheduled
 from zbfx.comm import process_groups
 from zbfx.runtime import captured
+from zbfx.testing.faults import Kill, Raise, action, injected
 
 STEPS = 20
 
@@ -141,18 +142,8 @@ def faults(rank: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     results["bad batch"] = refusal(lambda: step(numbers(7, 8), numbers(7, 8)))
     results["after bad batch"] = step(*problem.inputs, *problem.targets).item()
-    calls = iter(range(100))
-
-    def fails_second_time(*args: Any) -> Any:
-        if next(calls) == 1:
-            raise ArithmeticError("on purpose")
-        return take(*args)
-
-    if rank == 2:
-        call = next(call for call in step.engine.runners[0].calls if call.phase.name == "B2")
-        take = call.take
-        call.take = fails_second_time  # type: ignore[method-assign, assignment]
-    results["fault"] = refusal(lambda: step(*problem.inputs, *problem.targets))
+    with injected(Raise(), action("B2.1"), rank=2):
+        results["fault"] = refusal(lambda: step(*problem.inputs, *problem.targets))
     results["after fault"] = refusal(lambda: step(*problem.inputs, *problem.targets))
     step = compiled(mlp(3), 4, 3).bind()
     results["bound again"] = step(*problem.inputs, *problem.targets).item()
@@ -338,10 +329,8 @@ def killed(rank: int) -> dict[str, Any]:
     problem = mlp(3)
     step = compiled(problem, 3, 3).bind()
     step(*problem.inputs, *problem.targets)
-    if rank == 1:
-        call = next(call for call in step.engine.runners[0].calls if call.phase.name == "B1")
-        call.take = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
-    results = {"killed": refusal(lambda: step(*problem.inputs, *problem.targets))}
+    with injected(Kill(), action("B1.0"), rank=1):
+        results = {"killed": refusal(lambda: step(*problem.inputs, *problem.targets))}
     results["compile after"] = refusal(lambda: compiled(mlp(3), 3, 3))
     return results
 

@@ -94,8 +94,8 @@ def answered(work: Callable[[], Any]) -> tuple[Any, str | None]:
     """The result of what other processes wait for, or why there is none."""
     try:
         return work(), None
-    except (OSError, RuntimeError, ValueError) as error:
-        return None, first_line(error)
+    except Exception as error:  # whatever it is, the others wait for this process
+        return None, first_line(error) or type(error).__name__
 
 
 def result_of(answer: tuple[Any, str | None]) -> Any:

@@ -50,7 +50,11 @@ class Channels:
     pairs of ranks, on every rank in the same order. Communicators that are created lazily, inside a running pipeline,
     deadlock as soon as receives are posted ahead."""
 
-    def __init__(self, place: Place, device: torch.device, timeout: timedelta, transport: str = "auto") -> None:
+    def __init__(
+        self, place: Place, device: torch.device, timeout: timedelta, transport: str = "auto", *, checks: bool = False
+    ) -> None:
+        """`checks`: messages of steps travel with checksums, which their receivers compare."""
+        self.checks = checks
         self.place, self.device, self.timeout, self.carriers = place, device, timeout, TRANSPORTS[transport]
         self.rank, self.name, self.library = place.rank, place.name, library_for(device)
         self.group = self.own_group(place.pipelines())

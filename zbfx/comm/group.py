@@ -3,15 +3,18 @@ In: the `Message`s of one rank's program, `Channels`. Out: a `Transport` (`zbfx.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zbfx.comm.channels import Channels
 from zbfx.comm.process_groups import Transfer
 from zbfx.comm.together import waiting
+from zbfx.errors import PipelineFault, listed
 from zbfx.program.messages import Message
 from zbfx.program.ops import laid_out
 
@@ -27,6 +30,7 @@ class GroupTransport:
     reducing: dict[str, dist.Work] = field(default_factory=dict)
     gathering: dict[str, dist.Work] = field(default_factory=dict)
     sharded: Collection[str] = ()  # buckets of whose sum each replica needs its own part only
+    checksums: dict[str, Tensor] = field(default_factory=dict)  # of messages on their way, if they are checked
 
     @property
     def name(self) -> str:
@@ -38,6 +42,9 @@ class GroupTransport:
         values = tuple(layout.empty(self.channels.device) for layout in message.layouts)
         with waiting(self.name, self.arriving(key)):
             works = [self.channels.transfer(flat(value), message.source, message.target) for value in values]
+            if self.channels.checks:
+                self.checksums[key] = torch.empty(len(values), dtype=torch.int64, device=self.channels.device)
+                works.append(self.channels.transfer(self.checksums[key], message.source, message.target))
         self.posted[key] = works, values
 
     def posted_once(self, key: str) -> None:
@@ -53,7 +60,21 @@ class GroupTransport:
         works, values = self.posted.pop(key)
         for work in works:
             self.wait(work, self.arriving(key))
+        if self.channels.checks:
+            self.compare(key, values)
         return values
+
+    def compare(self, key: str, values: tuple[Tensor, ...]) -> None:
+        """Raise `PipelineFault` unless a message has the bits that were sent."""
+        sent, found = self.checksums.pop(key).tolist(), [checksum(flat(value)) for value in values]
+        wrong = [index for index, (first, second) in enumerate(zip(sent, found, strict=True)) if first != second]
+        if wrong:
+            raise PipelineFault(
+                f"{self.name}: message {key} from rank {self.messages[key].source} came with other bits than were sent "
+                f"(values {listed(wrong)} of {len(values)}: CRC-32 {sent[wrong[0]]:08x} was sent, "
+                f"{found[wrong[0]]:08x} came). The network, a driver or memory is at fault: find out which, and go on "
+                f"from a checkpoint"
+            )
 
     def arriving(self, key: str) -> str:
         return f"message {key} from rank {self.messages[key].source}, which"
@@ -62,6 +83,8 @@ class GroupTransport:
         assert key not in self.sent, f"{self.name}: {key} is sent again before it is released"
         message = self.messages[key]
         dense = [flat(laid_out(value, layout)) for value, layout in zip(values, message.layouts, strict=True)]
+        if self.channels.checks:
+            dense.append(torch.tensor([*map(checksum, dense)], dtype=torch.int64, device=self.channels.device))
         with waiting(self.name, self.leaving(key)):
             self.sent[key] = [(self.channels.transfer(value, message.source, message.target), value) for value in dense]
 
@@ -112,9 +135,16 @@ class GroupTransport:
         self.channels.abandon(value for sent in self.sent.values() for _, value in sent)
         self.posted.clear()
         self.sent.clear()
+        self.checksums.clear()
         self.reducing.clear()
         self.gathering.clear()
 
 
 def flat(value: Tensor) -> Tensor:
     return value.as_strided((value.numel(),), (1,))
+
+
+def checksum(value: Tensor) -> int:
+    """The CRC-32 of a flat tensor's bytes: it finds every error of up to 32 bits in a row, and others but one in 2**32.
+    On a GPU it waits for the device, and takes a copy in the host's memory."""
+    return zlib.crc32(value.view(torch.uint8).cpu().numpy().data)

@@ -51,6 +51,11 @@ def process_place(pipe: Compiled, source: Source, rank_or_mesh: int | DeviceMesh
     if pipe.reductions and replicas == 1:
         raise ZbfxError("this pipeline sums gradients over replicas; found one replica. Bind it to a mesh with more")
     options.check_replicas(replicas)
+    if options.checksums and pipe.options.runs.captures:
+        raise ZbfxError(
+            f"checksums are compared by the host, message by message, and backend={pipe.options.backend!r} captures "
+            f"steps as CUDA graphs, which wait for no host: leave checksums out, or compile with another backend"
+        )
     return place
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zbfx.arguments import checked_seed, finite_number
+from zbfx.arguments import checked_seed, finite_number, true_or_false
 from zbfx.comm.channels import TRANSPORTS
 from zbfx.errors import ZbfxError
 from zbfx.runtime.verdict import CHOICES
@@ -54,14 +54,15 @@ class StepOptions:
 class BindOptions(StepOptions):
     """`timeout_s` bounds every wait for another rank; `zero=1` leaves each replica a part of the optimizer's state;
     `transport` says how messages travel (`zbfx.comm.channels`); `independent` names mesh dimensions along which
-    pipelines train apart; every `check_batches`th batch is compared. Ranks compare all fields, and whether they got a
-    `mesh`, and the type of the `device`, of which each has its own."""
+    pipelines train apart; every `check_batches`th batch is compared; `checksums`: every message has one. Ranks
+    compare all fields, and whether they got a `mesh`, and the type of the `device`, of which each has its own."""
 
     timeout_s: float = 600.0
     zero: int = 0
     transport: str = "auto"
     independent: tuple[str, ...] = ()
     check_batches: int = 0
+    checksums: bool = False
     mesh: bool = False
     device: str = "cpu"
 
@@ -78,6 +79,7 @@ class BindOptions(StepOptions):
             )
         if not isinstance(self.independent, tuple) or not all(isinstance(name, str) for name in self.independent):
             raise ZbfxError(f"independent is a tuple of names of mesh dimensions; found {self.independent!r}")
+        true_or_false("checksums", self.checksums)
         super().check()
 
     def check_replicas(self, replicas: int) -> None:

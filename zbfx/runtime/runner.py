@@ -324,7 +324,7 @@ class RankRunner:
             module = self.program.module.get_submodule(str(node.target))
             with on_stream_of(module), named_range(action):
                 start = recorder.mark() if recorder and action else None
-                result = module.take(box) if isinstance(module, PhaseCall) else module(*box)
+                result = self.compute(module, box, action)
                 if recorder and action:
                     recorder.marks.append((action, start, recorder.mark()))
                     if isinstance(module, Beside):
@@ -339,6 +339,10 @@ class RankRunner:
                 f"{self.transport.name}, step {step}, action {action} (stage {action.stage}, microbatch "
                 f"{action.microbatch}): {type(error).__name__}: {error}"
             ) from error
+
+    def compute(self, module: Callable[..., Any], box: list[Any], action: Action | None) -> Any:
+        """Run a module of the program, which empties `box`; `action`: the one that it computes, if it is a phase."""
+        return module.take(box) if isinstance(module, PhaseCall) else module(*box)
 
     def watch(self, node: fx.Node, results: tuple[Any, ...]) -> None:
         """Keep the largest absolute value of what an action made for others: it tells where a NaN began."""
