@@ -91,6 +91,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/rng.py": ("device.type != 'cpu'",),
         "zbfx/plans/cache.py": ("device.type == 'cuda'",),
         "zbfx/runtime/captured.py": ("device.type in LOADS",),
+        "zbfx/runtime/engine.py": ("self.pipe.device.type == 'cpu'",),
         "zbfx/runtime/options.py": ("self.device != 'cuda'",),
         "zbfx/runtime/step.py": ("self.engine.pipe.device.type == 'cuda'",),
         "zbfx/runtime/timeline.py": ("self.device.type != 'cuda'", "self.device.type == 'cuda'"),

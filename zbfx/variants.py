@@ -25,9 +25,11 @@ from zbfx.passes.sizes import joint_with_numbers, stage_with_numbers
 from zbfx.plan import CostTable, Kind
 from zbfx.program.chain import loss_phase
 from zbfx.program.messages import parameter_holders
+from zbfx.runtime.pace import ActionKind
 from zbfx.runtime.ranks import Ranks
 from zbfx.schedule import plan
 from zbfx.schedule.forward import forward_schedule
+from zbfx.schedule.planner import build
 from zbfx.schedule.schedule import Schedule
 from zbfx.trace.guard import Source
 from zbfx.trace.loss import Reduction, separate_count
@@ -99,6 +101,25 @@ class Variants:
             found = plan(costs, microbatches, schedule=request, mem_limit=options.mem_limit, budget_s=REPLAN_S)
             found = found if replicated else self.ranks.along(found)[0]
         return replace(found, notes=(*found.notes, *notes))
+
+    def reordered(self, pipe: Compiled, seconds: Mapping[ActionKind, float]) -> Compiled:
+        """A training pipeline of the same stages in the order that is fastest for measured `seconds` of its actions;
+        itself where its own is as fast, or the limit on bytes would be broken. The same on every rank."""
+        costs = costs_of_seconds(pipe.schedule.costs, seconds)
+        now = build(pipe.schedule.name, costs, pipe.schedule.microbatches, pipe.schedule.ranks)
+        options = pipe.options
+        found = plan(costs, now.microbatches, schedule=options.schedule, mem_limit=options.mem_limit, budget_s=REPLAN_S)
+        found = self.ranks.everywhere(found)[0]
+        if found.makespan_s >= now.makespan_s:
+            return pipe
+        note = (
+            f"planned again for measured seconds: {found.makespan_s:.6g} s, {now.makespan_s:.6g} s in the order before"
+        )
+        found = replace(found, notes=(*found.notes, note))
+        made = assembled(pipe, pipe.joint, pipe.signature, pipe.examples, pipe.stages, found)
+        limits = found.mem_limit if options.limits_bytes else None
+        fits = limits is None or all(m.peak_bytes <= limit for m, limit in zip(made.memory, limits, strict=True))
+        return made if fits else pipe
 
     def substituted(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, request: Request
@@ -207,6 +228,18 @@ def assembled(
     if pipe.schedule.beside:
         made = replace(made, schedule=with_pairs(schedule, stages, pipe.options))
     return replace(made, reductions=tuple(found.whole() for found in pipe.reductions))
+
+
+def costs_of_seconds(costs: CostTable, seconds: Mapping[ActionKind, float]) -> CostTable:
+    """Costs with measured seconds of Fs, Bs and Ws, where there are any."""
+    stages = []
+    for index, cost in enumerate(costs.stages):
+        f_s, b_s, w_s = (seconds.get((kind, index), cost.seconds(kind)) for kind in (Kind.F, Kind.B, Kind.W))
+        known = cost.beside_s is not None and cost.backward_input_s
+        beside_s = cost.beside_s * b_s / cost.backward_input_s if known else cost.beside_s  # type: ignore[operator]
+        times = {"forward_s": f_s, "backward_input_s": b_s, "backward_weight_s": w_s}
+        stages.append(replace(cost, **times, backward_s=None, beside_s=beside_s))
+    return replace(costs, stages=tuple(stages))
 
 
 def owners(stages: Sequence[Stage]) -> dict[str, frozenset[int]]:

@@ -66,3 +66,22 @@ def unseen(folder: Path) -> list[float]:
     """The losses with a flipped bit and without checksums."""
     with faults.injected(faults.Corrupt(byte=3, bit=7), faults.SEND, rank=0, after=8):
         return trained(folder / "unseen")
+
+
+def slowed(rank: int) -> dict[str, Any]:
+    """A stage's Bs take longer from the 21st step on; the order is planned again for that."""
+    problem = mlp(4)
+    step = compiled(problem, 2, 4, schedule="auto", check=False).bind()
+    losses: list[float] = []
+
+    def steps() -> None:
+        losses.extend(step(*problem.inputs, *problem.targets).item() for _ in range(40))
+
+    with faults.injected(faults.Slow(0.005), faults.every(faults.Kind.B), rank=1, after=80, times=None):
+        printed = outcome(steps)["printed"]
+        drifts = {f"{drift.kind}{drift.stage}": drift.since_step for drift in step.pace[0].drifts.values()}
+        step.replan()
+        losses.append(step(*problem.inputs, *problem.targets).item())
+    orders = [" ".join(map(str, order)) for order in step.pipelines[0].schedule.ranks]
+    step.close()
+    return {"printed": printed, "drifts": drifts, "orders": orders, "losses": losses}

@@ -85,3 +85,14 @@ def test_what_cannot_strike_is_refused() -> None:
         faults.action("X")
     with pytest.raises(ZbfxError, match="after is how often the place is passed before, an integer >= 0; found -1"):
         faults.injected(faults.Kill(), faults.SAVE, after=-1).__enter__()
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_reported_and_planned_for(launch: Launch) -> None:
+    ranks = launch(2, faulty_worker.slowed)
+    assert "zbfx: rank 1: B of stage 1 takes" in ranks[1]["printed"]
+    assert 17 <= ranks[1]["drifts"]["B1"] <= 21  # other work on this machine may be slow before
+    assert "B1" not in ranks[0]["drifts"]
+    assert ranks[0]["orders"] == ranks[1]["orders"]
+    assert ranks[0]["losses"] == ranks[1]["losses"]
+    assert max(ranks[0]["losses"]) - min(ranks[0]["losses"]) < 1e-6, "nothing is trained"

@@ -21,7 +21,7 @@ from zbfx.runtime.agreement import agree, prepare, refuse_other_values, warn_of_
 from zbfx.runtime.captured import Captured, Launched
 from zbfx.runtime.digest import digest
 from zbfx.runtime.engine import rank_engine
-from zbfx.runtime.engines import Variant
+from zbfx.runtime.engines import Reorder, Variant
 from zbfx.runtime.flat import Shards
 from zbfx.runtime.options import BindOptions, StepOptions
 from zbfx.runtime.ranks import AllHere, OneOfMany
@@ -32,14 +32,20 @@ from zbfx.trace.tensor_parallel import groups_of, refuse_other_shards
 
 
 def local_step(
-    pipe: Compiled, source: Source, ranks: AllHere, options: StepOptions, variant: Variant, weights: Any
+    pipe: Compiled,
+    source: Source,
+    ranks: AllHere,
+    options: StepOptions,
+    variant: Variant,
+    reorder: Reorder,
+    weights: Any,
 ) -> Step:
     engine = ranks.engine(pipe, Tensors(source.tensors, pipe.joint.constants))
     seed = torch.initial_seed() if options.seed is None else options.seed
     if weights is not None:
         fill(source, weights, engine.tensor_names, source.tensors.keys() - engine.tensor_names, pipe.device, seed)
     prepare(pipe, source, engine)
-    return Step(engine, replace(options, seed=seed), ranks, Launched(), source, variant)
+    return Step(engine, replace(options, seed=seed), ranks, Launched(), source, variant, reorder)
 
 
 def process_place(pipe: Compiled, source: Source, rank_or_mesh: int | DeviceMesh | None, options: BindOptions) -> Place:
@@ -66,6 +72,7 @@ def bound_step(
     ranks: OneOfMany,
     options: StepOptions,
     variant: Variant,
+    reorder: Reorder,
     weights: Any,
 ) -> Step:
     """This process's step of the pipeline, where all ranks hold the same one, with its tensors in place and equal, and
@@ -99,7 +106,7 @@ def bound_step(
     channels.users = groups_of(source.named)
     engine.run_phases_by(compiler)
     launch = Captured() if pipe.options.runs.captures else Launched()
-    return Step(engine, replace(options, seed=seed), ranks, launch, source, variant, compiler)
+    return Step(engine, replace(options, seed=seed), ranks, launch, source, variant, reorder, compiler)
 
 
 def spare_names(source: Source, holders: Collection[str], rank: int) -> set[str]:

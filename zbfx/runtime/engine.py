@@ -24,6 +24,7 @@ from zbfx.program.codegen import Program, Result
 from zbfx.program.messages import buffer_holders, parameter_holders
 from zbfx.program.reductions import RankReductions
 from zbfx.runtime.flat import Shards
+from zbfx.runtime.pace import Drift, Pace, ActionKind
 from zbfx.runtime.runner import RankRunner, Tensors, Wait
 from zbfx.runtime.timeline import Recorder
 from zbfx.trace.signature import on_device
@@ -70,6 +71,8 @@ class Engine:
         self.weight = self.pipe.reduction.zeros(self.pipe.device)
         self.loss_gradient = torch.zeros_like(self.weight)
         for runner in self.runners:
+            if self.pipe.trains and self.pipe.device.type == "cpu":
+                runner.pace = Pace(runner.rank)  # the host does the work, and times it without a wait
             runner.summarize = lambda *terms: self.summary(terms)
 
     @property
@@ -103,6 +106,20 @@ class Engine:
         """Run the phases as another engine of the same stages does."""
         runs = {call.phase.name: call.run for runner in other.runners for call in runner.calls}
         self.run_phases_by(lambda phase: runs[phase.name])
+
+    @property
+    def paces(self) -> list[Pace]:
+        """Those of the ranks in this process; none on GPUs, where the host only launches."""
+        return [runner.pace for runner in self.runners if runner.pace is not None]
+
+    def paced(self, number: int) -> list[Drift]:
+        """A training step of this number has ended; the actions that take longer from now on."""
+        return [drift for pace in self.paces for drift in pace.end_step(number)]
+
+    @property
+    def seconds(self) -> dict[ActionKind, float]:
+        """What an action of the ranks in this process takes, by kind and stage."""
+        return {part: seconds for pace in self.paces for part, seconds in pace.seconds.items()}
 
     def forget(self) -> None:
         """Let go of captured graphs; the next run is a first one."""

@@ -14,6 +14,7 @@ from zbfx.runtime.captured import Launched
 from zbfx.runtime.delivery import Delivery
 from zbfx.runtime.engine import Batch, Engine
 from zbfx.runtime.options import StepOptions
+from zbfx.runtime.pace import ActionKind
 from zbfx.runtime.ranks import Ranks
 from zbfx.trace.signature import is_pair
 from zbfx.trace.wanted import EVALUATION, TRAINING, Request, Wanted
@@ -23,6 +24,9 @@ PAIRS = "a list of (positional arguments, keyword arguments), like ((inputs, tar
 
 # (args, kwargs, microbatches, request) -> the pipeline for a microbatch of other shapes, or for another request.
 Variant = Callable[[Sequence[Any], Mapping[str, Any], int, Request], Compiled]
+Reorder = Callable[
+    [Compiled, Mapping[ActionKind, float]], Compiled
+]  # the pipeline in an order for these measured seconds
 
 
 class Engines:
@@ -126,7 +130,11 @@ class Engines:
     def validate(self, ranks: tuple[int, ...], state_size: int) -> None:
         """Run, from now on, programs for optimizer steps without a barrier (`zbfx.program.chain`)."""
         self.chain = (ranks, state_size)
-        before, self.first = self.first, self.build(self.validated(self.first.pipe))
+        self.replace_first(self.first.pipe)
+
+    def replace_first(self, pipe: Compiled) -> None:
+        """Run, from now on, a pipeline of the same stages for the shapes that were compiled for."""
+        before, self.first = self.first, self.build(self.validated(pipe))
         self.first.run_phases_as(before)
         before.forget()
 

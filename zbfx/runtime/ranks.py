@@ -32,6 +32,7 @@ class AllHere:
     """All ranks in this process, on the same tensors: they take turns, and there is nobody to agree with."""
 
     replicas = 1
+    shards = 1
     share_tensors = True
     are_open = True  # ranks reach each other
 
@@ -128,6 +129,11 @@ class OneOfMany:
     @property
     def replicas(self) -> int:
         return len(self.channels.place.replicas)
+
+    @property
+    def shards(self) -> int:
+        """In how many processes each stage's parameters are cut."""
+        return self.channels.place.shard_count
 
     @property
     def are_open(self) -> bool:

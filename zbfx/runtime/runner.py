@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from zbfx.program.calls import PhaseCall
 from zbfx.program.codegen import Program, Result
 from zbfx.program.streams import Beside, on_stream_of, second_stream
 from zbfx.runtime.flat import FlatGradients, Shards
+from zbfx.runtime.pace import Pace
 from zbfx.runtime.timeline import Recorder
 
 
@@ -82,6 +84,7 @@ class RankRunner:
         self.nodes = list(program.module.graph.nodes)
         self.dying = dying_values(self.nodes)
         self.recorder: Recorder | None = None
+        self.pace: Pace | None = None  # of actions, where the host runs them
         self.keep_gradients = False
         self.kept: dict[str, Tensor] = {}
         self.waits = 0
@@ -324,7 +327,10 @@ class RankRunner:
             module = self.program.module.get_submodule(str(node.target))
             with on_stream_of(module), named_range(action):
                 start = recorder.mark() if recorder and action else None
+                begun_s = perf_counter()
                 result = self.compute(module, box, action)
+                if self.pace is not None and action is not None:
+                    self.pace.add(action, perf_counter() - begun_s)
                 if recorder and action:
                     recorder.marks.append((action, start, recorder.mark()))
                     if isinstance(module, Beside):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from zbfx import rng
 from zbfx._torch import uncompiled
 from zbfx.arguments import true_or_false
+from zbfx.comm.overdue import say
 from zbfx.compiled import Compiled
 from zbfx.errors import NonFiniteStep, PipelineFault, ZbfxError
 from zbfx.graphs import Phase
@@ -26,10 +27,11 @@ from zbfx.runtime.captured import Launched
 from zbfx.runtime.clipping import checked_norms, clip
 from zbfx.runtime.delivery import Delivery
 from zbfx.runtime.engine import Batch, BatchResults, Engine, T
-from zbfx.runtime.engines import Engines, Variant
+from zbfx.runtime.engines import Engines, Reorder, Variant
 from zbfx.runtime.forwards import forwarded
 from zbfx.runtime.optimizer import Optimizer
 from zbfx.runtime.options import StepOptions
+from zbfx.runtime.pace import Pace
 from zbfx.runtime.ranks import Ranks
 from zbfx.runtime.runner import Tensors
 from zbfx.runtime.saving import Saved
@@ -56,7 +58,9 @@ OFFERED = (
     "named_parameters",
     "parameters",
     "pipelines",
+    "pace",
     "profile",
+    "replan",
     "run_split",
     "save",
     "verdict",
@@ -85,11 +89,12 @@ class Step:
         launch: Launched,
         source: Source,
         variant: Variant,
+        reorder: Reorder,
         compiler: Callable[[Phase], Boxed] = boxed,
     ) -> None:
         self.options, self.ranks, self.launch, self.modes = options, ranks, launch, source.modes
         trained = {name: p for runner in engine.runners for name, p in runner.parameters.items()}
-        self.source = source
+        self.source, self.reorder = source, reorder
         self.watch = Watch(source, engine.pipe.device, trained | engine.parameters, engine.pipe.joint.replaced)
         self.engines = Engines(engine, options, ranks, launch, variant, self.watch.check_tensors, compiler)
         self.look_out = LookOut({name: source.named[name] for name in engine.elsewhere}, self.unsettled)
@@ -247,6 +252,42 @@ class Step:
                 own = [tuple(recorder.spans()) for recorder in recorders]
                 everywhere = self.guarded(lambda: self.ranks.along(own))
             return Profile(engine.pipe.schedule, tuple(spans for process in everywhere for spans in process))
+
+    @property
+    def pace(self) -> tuple[Pace, ...]:
+        """How long actions of the ranks in this process take, step by step, and since when one takes longer; empty on
+        GPUs, where the host only launches. A drift is printed as it is found."""
+        return tuple(self.engine.paces)
+
+    @uncompiled
+    def replan(self, profile: Profile | None = None) -> bool:
+        """Order the actions anew for what they take now: on the slowest replica, the median of the last steps, or a
+        `profile`, which GPUs need. Returns whether a faster order was found. The cut and all values stay; gradients of
+        microbatches may be added up in another order. All ranks call it. Raises `ZbfxError` with shards of a model
+        along "tp", or where nothing has been measured."""
+        with self.alone():
+            self.agreed("replan", partial(self.refuse_replan, profile), {"profile": profile is not None})
+            if self.optimizer is not None:
+                self.optimizer.settle()
+            own = self.engine.seconds if profile is None else profile.seconds
+            everywhere = self.guarded(lambda: self.ranks.everywhere(own))
+            slowest = {
+                part: max(found.get(part, 0.0) for found in everywhere) for found in everywhere for part in found
+            }
+            before = self.engine.pipe
+            pipe = self.guarded(lambda: self.reorder(before, slowest))
+            if pipe is not before:
+                self.guarded(lambda: self.engines.replace_first(pipe))
+            return pipe is not before
+
+    def refuse_replan(self, profile: Profile | None) -> None:
+        if self.ranks.shards > 1:
+            raise ZbfxError("shards of a model run one order, which was planned for all: bind again to plan anew")
+        if profile is None and not self.engine.seconds:
+            raise ZbfxError(
+                "nothing has been measured: replan follows some training steps on the CPU. On GPUs pass what "
+                "step.profile(...) returned"
+            )
 
     @uncompiled
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -474,6 +515,8 @@ class Step:
             results = self.launch.run(engine, rows, self.seed_of_step(), self.count, settle)
             for runner in engine.runners:
                 runner.finish_gradients()
+            for drift in engine.paced(self.count + 1) if engine.pipe.trains else ():
+                say(f"rank {drift.rank}: {drift}. step.replan(), on all ranks, plans for it")
             return results
 
         results = self.guarded(work)

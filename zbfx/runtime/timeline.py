@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zbfx.plan import Action, Span
+from zbfx.plan import Action, Kind, Span
 from zbfx.schedule.schedule import Schedule
 from zbfx.show.chrome_trace import chrome_trace
 from zbfx.show.svg import comparison
@@ -30,6 +30,15 @@ class Profile:
     @property
     def makespan_s(self) -> float:
         return max(span.end_s for spans in self.spans for span in spans)
+
+    @property
+    def seconds(self) -> dict[tuple[Kind, int], float]:
+        """The mean seconds of an action, by kind and stage."""
+        found: dict[tuple[Kind, int], dict[Action, float]] = {}
+        for span in (span for spans in self.spans for span in spans):
+            each = found.setdefault((span.action.kind, span.action.stage), {})
+            each[span.action] = each.get(span.action, 0.0) + span.end_s - span.start_s  # a W may run in pieces
+        return {part: sum(each.values()) / len(each) for part, each in found.items()}
 
     @property
     def idle(self) -> tuple[tuple[Idle, ...], ...]:
