@@ -14,7 +14,7 @@ from tests.support.reference import compiled, default_dtype
 from zbfx.errors import ZbfxError
 from zbfx.optim import PostValidated
 from zbfx.plan import Action, Kind, Span
-from zbfx.runtime.pace import RECENT, LOADING_STEPS, Drift, Pace
+from zbfx.runtime.pace import LOADING_STEPS, RECENT, Drift, Pace
 from zbfx.runtime.timeline import Profile
 from zbfx.schedule.planner import build
 from zbfx.variants import costs_of_seconds

@@ -24,7 +24,7 @@ from zbfx.program.codegen import Program, Result
 from zbfx.program.messages import buffer_holders, parameter_holders
 from zbfx.program.reductions import RankReductions
 from zbfx.runtime.flat import Shards
-from zbfx.runtime.pace import Drift, Pace, ActionKind
+from zbfx.runtime.pace import ActionKind, Drift, Pace
 from zbfx.runtime.runner import RankRunner, Tensors, Wait
 from zbfx.runtime.timeline import Recorder
 from zbfx.trace.signature import on_device

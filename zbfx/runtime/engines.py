@@ -24,7 +24,8 @@ PAIRS = "a list of (positional arguments, keyword arguments), like ((inputs, tar
 
 # (args, kwargs, microbatches, request) -> the pipeline for a microbatch of other shapes, or for another request.
 Variant = Callable[[Sequence[Any], Mapping[str, Any], int, Request], Compiled]
-Reorder = Callable[
+# (pipeline, measured seconds) -> the pipeline of the same stages in the order that is fastest for those.
+Reorder = Callable[[Compiled, Mapping[ActionKind, float]], Compiled]
     [Compiled, Mapping[ActionKind, float]], Compiled
 ]  # the pipeline in an order for these measured seconds
 
