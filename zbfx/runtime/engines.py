@@ -26,8 +26,6 @@ PAIRS = "a list of (positional arguments, keyword arguments), like ((inputs, tar
 Variant = Callable[[Sequence[Any], Mapping[str, Any], int, Request], Compiled]
 # (pipeline, measured seconds) -> the pipeline of the same stages in the order that is fastest for those.
 Reorder = Callable[[Compiled, Mapping[ActionKind, float]], Compiled]
-    [Compiled, Mapping[ActionKind, float]], Compiled
-]  # the pipeline in an order for these measured seconds
 
 
 class Engines:
