@@ -121,6 +121,8 @@ def repeat_in_backward(split: Split, nodes: StageNodes, may_repeat: Callable[[fx
     # All of `later` is computed again, in B or in W: the second cut weighs only what is held between the two.
     in_w = closure(for_w, cheapest_repeats(for_w, lambda n: 0 if n in later else inf, nodes)) & later
     in_b = closure(in_b | (later - in_w), chosen)
+    # What one phase gives another is a tensor, never a tuple.
+    in_b |= {node for node in in_w if node.target is operator.getitem and node.args[0] in in_b}
     kind_of = dict.fromkeys(in_w - in_b, Kind.W) | dict.fromkeys(in_b, Kind.B)
     return insert_copies(split, nodes, kind_of)
 

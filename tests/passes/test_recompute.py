@@ -16,6 +16,8 @@ from tests.support.reference import Gradients, assert_same, compiled, gradients,
 from zbfx.passes.extract import extract
 from zbfx.passes.recompute import Level, recompute
 from zbfx.passes.split import split
+from zbfx.plan import Kind
+from zbfx.rng import seeded
 
 CONFIG = GPTConfig(layers=8, hidden=256, heads=4, sequence=128, vocabulary=512)
 ROWS, LAYERS = 2, 2  # of a microbatch; of a stage
@@ -110,3 +112,26 @@ def test_dropout_masks_are_drawn_again_and_buffers_written_once(level: str) -> N
     assert_same(found, expected, tolerance=0)
     assert all(torch.equal(buffers[name], value) for name, value in expected_buffers.items())
     assert [buffers[f"norms.{i}.num_batches_tracked"].item() for i in range(6)] == [2 * 3] * 6
+
+
+class DroppedBeside(nn.Module):
+    """Only the embedding's gradient reads the mask of the second dropout; the linear layers' read its value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.inner = nn.Embedding(7, 4), nn.Linear(4, 4)
+        self.outer, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        x = 2 * self.embedding(ids)
+        dropped = nn.functional.dropout(self.inner(x), 0.3) + nn.functional.dropout(x, 0.3)
+        return (self.head(self.outer(dropped)) - target).square().mean()
+
+
+def test_parts_of_a_repeated_result_stay_together() -> None:
+    example = (torch.randint(7, (2, 3)), torch.randn(2, 3, 4))
+    pipe = zbfx.compile(DroppedBeside(), stages=1, microbatches=2, example_inputs=example, recompute="cheap")
+    (stage,) = pipe.stages
+    assert all(isinstance(value, Tensor) for value in stage.examples.values())
+    repeated = [node for node in stage.phases[Kind.B].module.graph.nodes if node.target is seeded]
+    assert [sorted(user.args[1] for user in node.users) for node in repeated] == [[0, 1], [0, 1]]
