@@ -34,7 +34,6 @@ from zbfx.graphs import Joint, Port, Role, copy_graph
 from zbfx.passes.nodes import (
     drop_dead_nodes,
     expression,
-    is_statistic,
     is_view,
     is_widening,
     storage_owner,
@@ -309,17 +308,28 @@ def allow_any_strides(graph: fx.Graph) -> None:
 
 
 def correct_statistics(graph: fx.Graph) -> None:
-    """Let statistics of norms over half precision have the dtype of float32 parameters, as CPU kernels have it. The
-    fake versions (torch 2.11 to 2.13) say that of the input."""
+    """Let statistics have the dtypes that CPU kernels give them: those of norms over half precision that of float32
+    parameters (fake versions of torch 2.11 to 2.13 say that of the input), those of attention over float64 its own
+    (fake versions of torch 2.11 say float32)."""
+    for node in graph.find_nodes(op="call_function", target=_torch.CPU_ATTENTION):
+        attended, statistic, *others = node.meta["val"]
+        give_value(node, (attended, statistic.to(torch.promote_types(attended.dtype, torch.float32)), *others))
     for target in _torch.NORMS:
         for node in graph.find_nodes(op="call_function", target=target):
             dtypes = [source.meta["val"].dtype for source in node.all_input_nodes]
             if node.meta["val"][0].device.type != "cpu" or torch.float32 not in dtypes:
                 continue
             normalised, *statistics = node.meta["val"]
-            node.meta["val"] = (normalised, *(value.to(torch.float32) for value in statistics))
-            for user in filter(is_statistic, node.users):
-                user.meta["val"] = node.meta["val"][user.args[1]]
+            give_value(node, (normalised, *(value.to(torch.float32) for value in statistics)))
+
+
+def give_value(node: fx.Node, value: tuple[Tensor, ...]) -> None:
+    """Another fake value, whose parts are those of the node's entries."""
+    node.meta["val"] = value
+    for user in node.users:
+        if user.target is operator.getitem:
+            index: Any = user.args[1]
+            user.meta["val"] = value[index]
 
 
 def make_dense(node: fx.Node, position: int, known: dict[fx.Node, fx.Node]) -> None:

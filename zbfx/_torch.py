@@ -334,6 +334,12 @@ def is_stray_fake(error: BaseException) -> bool:
     return any(words in str(error) for words in ("Unexpected fake", "in tensor_tracker"))
 
 
+def is_write_into_leaf(error: BaseException) -> bool:
+    """Whether autograd refuses to write into a tensor that requires a gradient. The tracer of torch 2.11 meets such a
+    write where it follows a write through `.data`; that of torch 2.13 tells of the write."""
+    return "a leaf Variable that requires grad" in str(error)
+
+
 def enable_saved_tensor_hooks(*_: object) -> None:
     """Switch saved-tensor hooks on, which the tracer has switched off: checkpointing in a model is made of them."""
     _saved_tensors_hooks_set_tracing(False)

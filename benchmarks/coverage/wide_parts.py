@@ -496,7 +496,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor] | None, Callable[[Part]
     "looks": (looks, None, "a hook on gradients, at"),
     "keeps": (keeps, None, "outside of the graph, in a hook or in the backward|a hook on gradients, at"),
     "reads what its backward writes": (reads_what_its_backward_writes, None, "the backward writes into .*amax, at"),
-    "writes a parameter": (writes_a_parameter, None, "writes in place into the parameter"),
+    "writes a parameter": (writes_a_parameter, None, "writes in place into (the|a) parameter"),
     "draws from a generator": (draws_from_a_generator, None, r"torch\.Generator"),
     "recomputes by reentry": (recomputes_by_reentry, None, "use_reentrant=True"),
     "differentiates": (differentiates, None, r"backward of its own"),

@@ -97,7 +97,7 @@ def vit(layers: int = 24, hidden: int = 1024, size: int = 224) -> Family:
 
     with torch.device("meta"):
         names = [name for name, module in build().named_modules() if type(module).__name__.endswith("Layer")]
-    return Family(build, image_batch(size, 1000), 32, names[layers // 2], lambda model: modules_named(model, names))
+    return Family(build, image_batch(size, 1000), 128, names[layers // 2], lambda model: modules_named(model, names))
 
 
 def layers_of(model: Any) -> Sequence[nn.Module]:

@@ -6,7 +6,7 @@
 Systems: `plain`, one process, each block compiled by torch.compile, gradients accumulated; `ddp` and `fsdp`, the same
 over all processes, which share the microbatches; `zbfx`, a pipeline over all processes, compiled and captured. Each
 takes the same microbatches, AdamW (fused on GPUs), and float32 masters under autocast or bfloat16. One JSON object a
-line: milliseconds of a step in a row of steps, losses of the first steps, which are to be equal, peak memory.
+line: milliseconds of a step in a row of steps (the median, on the slowest rank), losses of the first steps, which are to be equal, peak memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,8 @@ from benchmarks.measure import Marks, peak_gib, synchronize
 from benchmarks.report import append_row, environment
 from benchmarks.throughput.families import FAMILIES, TINY, Family
 from benchmarks.throughput.phases import PRECISIONS, mode, typed
+from benchmarks.throughput.timeline import rank_rows
+from zbfx.pipeline import Pipeline
 
 SYSTEMS = ("plain", "ddp", "fsdp", "zbfx")
 MAX_NORM, RATE = 1.0, 1e-4
@@ -125,7 +128,37 @@ def fsdp(asked: Asked) -> Step:
     return accumulated(asked, model, own_part(asked), last, asked.m // asked.ranks)
 
 
-def pipelined(asked: Asked) -> Step:
+@dataclass(frozen=True)
+class Pipelined:
+    """A whole step of a pipeline."""
+
+    pipe: Pipeline
+    run: Any
+    optimizer: Any
+    batch: Mapping[str, Tensor]
+
+    def __call__(self) -> Tensor:
+        loss = self.run(**self.batch)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return cast(Tensor, loss)
+
+    def told(self, pictures: Path | None) -> dict[str, Any]:
+        """The plan, and what each rank did in one step, of which a picture is drawn."""
+        profile = self.run.profile(**self.batch)
+        self.optimizer.zero_grad()
+        if pictures and dist.get_rank() == 0:
+            pictures.write_text(profile.svg())
+        planned_s = self.pipe.schedule.expected_s or self.pipe.schedule.iteration_s
+        return {
+            "schedule": self.pipe.schedule.name,
+            "planned_ms": round(1e3 * planned_s, 2),
+            "planned_gib": [memory.peak_bytes / 2**30 for memory in self.pipe.memory],
+            "ranks": rank_rows(profile),
+        }
+
+
+def pipelined(asked: Asked) -> Pipelined:
     model, batch = asked.model(), asked.batch()
     on_gpu = asked.device.type == "cuda"
     with mode(asked.precision, asked.device):
@@ -140,21 +173,13 @@ def pipelined(asked: Asked) -> Step:
             device=asked.device,
         )
     run = pipe.bind(timeout_s=120)
-    optimizer = zbfx.optim.PostValidated(asked.adam(run.parameters()), run, max_norm=MAX_NORM)
-
-    def step() -> Tensor:
-        loss = run(**batch)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return step
+    return Pipelined(pipe, run, zbfx.optim.PostValidated(asked.adam(run.parameters()), run, max_norm=MAX_NORM), batch)
 
 
 MAKERS: Mapping[str, Callable[[Asked], Step]] = {"plain": plain, "ddp": ddp, "fsdp": fsdp, "zbfx": pipelined}
 
 
-def measured(system: str, asked: Asked) -> dict[str, Any]:
+def measured(system: str, asked: Asked, pictures: Path | None) -> dict[str, Any]:
     """The fields of a row; the loss of a system that shares the batch is the mean over processes."""
     begun = perf_counter()
     step = MAKERS[system](asked)
@@ -164,13 +189,13 @@ def measured(system: str, asked: Asked) -> dict[str, Any]:
     marks.set()
     for _ in range(TIMED_STEPS):
         step()
-    marks.set()
+        marks.set()
     told = torch.stack([loss.float().reshape(()).cpu() for loss in losses])
     if system in ("ddp", "fsdp"):
         dist.all_reduce(told)
         told /= asked.ranks
     rows: list[Any] = [None] * asked.ranks
-    dist.all_gather_object(rows, (marks.intervals_s()[0] / TIMED_STEPS, peak_gib(asked.device)))
+    dist.all_gather_object(rows, (median(marks.intervals_s()), peak_gib(asked.device)))
     slowest_s = max(seconds for seconds, _ in rows)
     return {
         "system": system,
@@ -181,6 +206,7 @@ def measured(system: str, asked: Asked) -> dict[str, Any]:
         "peak_gib": [peak for _, peak in rows],
         "losses": told.tolist(),
         "to_fifth_step_s": round(first_s, 1),
+        **(step.told(pictures) if isinstance(step, Pipelined) else {}),
     }
 
 
@@ -193,6 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--schedule", default="1f1b", help="of zbfx")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="models of a second")
+    parser.add_argument("--pictures", type=Path, help="folder for timelines of zbfx, planned and measured, as SVG")
     parser.add_argument("--out", type=Path, help="append rows, with commit, versions and hardware, as lines")
     options = parser.parse_args(arguments)
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -207,9 +234,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for precision in options.precisions:
         for system in options.systems:
             family = (TINY if options.tiny else FAMILIES)[options.family]()
+            picture = options.pictures and options.pictures / f"{options.family}_{precision}.svg"
             row = {
                 **where,
-                **measured(system, Asked(family, precision, options.microbatches, device, options.schedule)),
+                **measured(system, Asked(family, precision, options.microbatches, device, options.schedule), picture),
             }
             if rank == 0:
                 print({name: value for name, value in row.items() if name not in where}, flush=True)

@@ -81,15 +81,40 @@ def messages_of(stages: Sequence[Stage], schedule: Schedule) -> list[Message]:
             source, kind = stage.origins[name]
             if placement[source] != placement[stage.index]:
                 needs[source, kind][stage.index].append(name)
+    sent = {source: once_for_each_rank(source, targets, placement) for source, targets in needs.items()}
     messages = []
     for rank, order in enumerate(schedule.ranks):
         for producer in (part for action in order for part in parts(action)):
-            for target, names in needs.get((producer.stage, producer.kind), {}).items():  # targets ascend
-                reader = Kind.F if producer.kind is Kind.F and producer.stage < target else Kind.B
+            for target, names in sent.get((producer.stage, producer.kind), {}).items():  # targets ascend
+                reader = reader_of(producer.stage, producer.kind, target)
                 ends = producer, Action(reader, target, producer.microbatch), rank, placement[target]
                 layouts = tuple(layout_of(stages[target].examples[name]) for name in names)
                 messages.append(Message(f"{producer}>{target}", *ends, tuple(names), layouts))
     return messages
+
+
+def reader_of(source: int, kind: Kind, target: int) -> Kind:
+    """The phase of stage `target` that waits for what this phase of stage `source` makes."""
+    return Kind.F if kind is Kind.F and source < target else Kind.B
+
+
+def once_for_each_rank(
+    source: tuple[int, Kind], targets: Mapping[int, Sequence[str]], placement: Sequence[int]
+) -> dict[int, list[str]]:
+    """The values that `source` sends to each target stage. One that several stages of a rank read travels once, for the
+    one that runs first: Fs run in the order of stages, and Bs after them, from the last stage to the first."""
+
+    def turn(target: int) -> tuple[bool, int]:
+        is_late = reader_of(*source, target) is Kind.B
+        return is_late, -target if is_late else target
+
+    arrived: set[tuple[int, str]] = set()
+    first: dict[int, list[str]] = {}
+    for target in sorted(targets, key=turn):
+        rank = placement[target]
+        first[target] = [name for name in targets[target] if (rank, name) not in arrived]
+        arrived.update((rank, name) for name in targets[target])
+    return {target: first[target] for target in sorted(first) if first[target]}
 
 
 def layout_of(example: Tensor) -> TensorLayout:

@@ -75,6 +75,10 @@ def refuse(error: Exception, model: nn.Module, part: str, fails_alone: Callable[
             f"the model runs an operator that holds graphs of its own, like torch.cond, at {line}: its backward cannot "
             f"be split. Use torch.where, or take the decision outside the model"
         ) from error
+    if _torch.is_write_into_leaf(error) and not fails_alone():
+        raise TraceError(
+            f"the model writes in place into a parameter, {at}; write into a copy (`x = x.clone()`) or a buffer"
+        ) from error
     text = f"{type(error).__name__}: {first_line(error).removesuffix('.')}"
     if not _torch.is_limit_of_fakes(error) and fails_alone():
         change = ", or change that line" if has_line else ""
