@@ -722,5 +722,5 @@ def inductor(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[[list[
         from torch._inductor.compile_fx import compile_fx
 
     with _disable_current_modes(), config.patch(use_static_cuda_launcher=False):
-        compiled = compile_fx(GmWrapper(module, lambda args: args), list(examples))  # type: ignore[arg-type]
+        compiled = compile_fx(GmWrapper(module, lambda args: args), list(examples))
     return cast(Callable[[list[Any]], Any], compiled)

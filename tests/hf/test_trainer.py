@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.trainer_callback import TrainerCallback
 
 import zbfx
 from tests.hf import script
@@ -72,7 +73,7 @@ def test_adapters_alone_are_saved(tmp_path: Path) -> None:
         torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-5)
 
 
-class Watcher(transformers.TrainerCallback):
+class Watcher(TrainerCallback):
     """Counts what the Trainer tells callbacks."""
 
     def __init__(self) -> None:

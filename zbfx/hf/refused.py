@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from transformers import Trainer, TrainingArguments
+from transformers.trainer import Trainer
+from transformers.training_args import TrainingArguments
 
 from zbfx.errors import ZbfxError
 

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers.trainer import Trainer
+from transformers.training_args import TrainingArguments
 
 import zbfx
 from zbfx.errors import ZbfxError, listed

@@ -252,7 +252,9 @@ class Known:
             return name
         if (file := installed_file(module)) is not None:
             package = module.partition(".")[0]
-            self.sources.setdefault(f"package {package}", [package_version(package)])
+            title = f"package {package}"
+            if title not in self.sources:  # versions are read from files
+                self.sources[title] = [package_version(package)]
             if module not in self.sources:
                 self.sources[module] = [sha256(file.read_bytes()).hexdigest()[:16]]
             return name
