@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +81,8 @@ SPEECH = {
 STAGES4 = {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 2, 1], "num_channels": 3, "patch_size": 4}
 GROUPED = {"num_key_value_heads": 2}
 
+Draw = Callable[..., Tensor]  # random tensors of a shape
+
 
 @dataclass(frozen=True)
 class Case:
@@ -94,6 +96,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     model: str | None = None  # the library's class, where several fit `head`
     image_tokens: int = 0  # of a row: what a picture becomes
+    inputs: Callable[[Draw, Draw], dict[str, Any]] | None = None  # from tokens and numbers: a batch of its own kind
 
 
 def decoder(name: str, **config: Any) -> Case:
@@ -325,6 +328,8 @@ def batch_of(case: Case, model: nn.Module, seed: int) -> dict[str, Any]:
     def numbers(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=case.dtype)
 
+    if case.inputs is not None:
+        return case.inputs(tokens, numbers)
     classes = getattr(getattr(model, "config", None), "num_labels", CLASSES)
     match case.head:
         case "timm":
