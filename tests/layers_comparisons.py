@@ -117,6 +117,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "name.endswith('_')",
             "name.endswith('__')",
         ),
+        "zbfx/trace/python_state.py": ("'__reduce__' in vars(part)",),
         "zbfx/trace/signature.py": ("'__eq__' in vars(owner)",),
         "zbfx/trace/values_read.py": ("name.startswith('__')",),
     },
@@ -135,6 +136,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "'/nn/modules/' in f.filename",
             "f.filename.endswith('/module.py')",
         ),
+        "zbfx/trace/python_state.py": ("file.startswith(LIBRARY_FOLDERS)",),
         "zbfx/trace/values_read.py": ("file.startswith(INSTALLED)",),
     },
     "identity: looks something up by its own name or key, whatever that is": {
@@ -145,6 +147,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/gradient_check.py": ("name == phase.name",),
         "zbfx/verify/graph_rules.py": ("port.name in written", "ports[node].name in written"),
         "passes/split.py": ("port.name in updates",),
+        "zbfx/trace/recorded.py": ("call.name in self.nested", "one.name in but"),
         "zbfx/trace/backward_writes.py": ("port.name not in written",),
         "passes/recompute.py": ("port.name in names",),
         "zbfx/costs/measure.py": ("(index, BESIDE) in pairs",),

@@ -31,6 +31,7 @@ OpOverload.py_kernels, ...          2.11.0, 2.13.0   what runs in place of an op
 ShapeEnv, ConstantSource            2.11.0, 2.13.0   sizes that are symbols, and what holds of them
 UntypedStorage._cdata               2.11.0, 2.13.0   the address of a storage, fake ones included
 Module._parameters, ...             2.11.0, 2.13.0   the dicts of a module's parts and hooks
+module._global_forward_hooks, ...   2.11.0, 2.13.0   the dicts of hooks on all modules
 checkpoint.metadata, _StorageInfo   2.13.0           records in the table of contents of a DCP checkpoint
 _non_persistent_buffers_set         2.11.0, 2.13.0   the buffers that a state_dict leaves out
 _reset_parameters, _init_weights    2.11.0, 2.13.0   initialisers of modules, the latter a habit of models
@@ -587,6 +588,12 @@ def hook_tables(module: nn.Module) -> list[dict[Any, Any]]:
     return [vars(module)[name] for name in names]
 
 
+def hooks_of_all_modules() -> list[dict[Any, Any]]:
+    """The dicts of the hooks that torch calls for every module (`register_module_forward_hook`)."""
+    module: Any = nn.modules.module
+    return [module._global_forward_pre_hooks, module._global_forward_hooks]
+
+
 def backward_hook_tables(module: nn.Module) -> list[dict[Any, Any]]:
     """The dicts in which a module keeps the hooks on its backward."""
     return [module._backward_pre_hooks, module._backward_hooks]
@@ -647,6 +654,11 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, fake_tensor.FakeTensor)
 
 
+def is_constant(tensor: Tensor) -> bool:
+    """Whether a tensor has values under the tracer."""
+    return not isinstance(tensor, fake_tensor.FakeTensor | FunctionalTensor)
+
+
 def fake_strided(
     mode: FakeTensorMode,
     shape: Sequence[int],
@@ -694,6 +706,15 @@ def profiler_records() -> bool:
 def writes_arguments(operator: Any) -> bool:
     """Whether an operator writes into some of its arguments."""
     return bool(operator._schema.is_mutable)
+
+
+def written_tensors(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that a call of an operator writes into."""
+    found = []
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:

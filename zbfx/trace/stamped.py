@@ -12,10 +12,11 @@ Source  ours. Regions that the user marks (`torch.compiler.nested_compile_region
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -23,9 +24,13 @@ from torch import Tensor, fx, nn
 
 from zbfx import _torch
 from zbfx._torch import descriptors
+from zbfx.errors import listed
 from zbfx.graphs import copy_node
-from zbfx.trace.recorded import LayerArguments, LayerCall, LayerRecorder, LeafPlace, held_by, repeated, tensor_layout
+from zbfx.trace.layer_calls import LayerArguments, LayerCall, LeafPlace, held_by, tensor_layout
+from zbfx.trace.python_state import PythonState, Unseen
+from zbfx.trace.recorded import LayerRecorder, repeated
 
+MOST_OF_MODEL = 2_000_000  # that Python code reaches from a model
 LEAST_ALIKE = 4  # layers alike: of fewer, tracing one by itself takes as long as it saves
 
 LAYER_LIBRARY = torch.library.Library("zbfx", "FRAGMENT")
@@ -68,6 +73,15 @@ class LayersAlike(Exception):
     def __init__(self, recorder: LayerRecorder, groups: list[list[LayerCall]]) -> None:
         super().__init__("layers run the same")
         self.recorder, self.groups = recorder, groups
+
+    def note(self, why: Exception) -> str:
+        """That these layers were traced each by itself after all."""
+        told = str(why) if isinstance(why, NotAlike) else type(why).__name__
+        return note_apart(told, [call.name for group in self.groups for call in group])
+
+
+def note_apart(why: str, layers: Iterable[str]) -> str:
+    return f"layers traced each by itself: {listed(dict.fromkeys(layers), 3)} ({why})"
 
 
 @dataclass(frozen=True)
@@ -131,29 +145,32 @@ class Body:
 
 class Alone(nn.Module):
     """A layer by itself, as a module of the tensors among its arguments. It returns copies of its results, such that
-    none of them is a view."""
+    none of them is a view. Its first pass is compared with the layer's call in the model."""
 
     def __init__(self, layer: nn.Module, call: LayerCall, lines: Any) -> None:
         super().__init__()
-        self.layer, self.call, self.lines = layer, call, lines
-        self.recorder: LayerRecorder | None = LayerRecorder({call.name: layer})
+        self.layer, self.call, self.lines, self.is_compared = layer, call, lines, False
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        call, recorder = self.call, self.recorder
+        call = self.call
         leaves = [tensors[leaf.number] if isinstance(leaf, LeafPlace) else leaf[1] for leaf in call.given.leaves]
         args, kwargs = _torch.pytree.tree_unflatten(leaves, call.given.spec)
         with self.lines, self.lines.within(call.name):
-            if recorder is None:
-                output = self.layer.forward(*args, **kwargs)
-            else:
-                with recorder:
-                    output = recorder.run(call.name, self.layer.forward, args, kwargs)
-                self.recorder = None
-                if recorder.doubt or recorder.calls[0].doubt or not same_calls(recorder.calls[0], call):
-                    raise NotAlike("a layer runs something else by itself")
+            output = self.layer.forward(*args, **kwargs) if self.is_compared else self.compared(args, kwargs)
+        self.is_compared = True
         flat = _torch.pytree.tree_leaves(output)
         made = {leaf.number: value for leaf, value in zip(call.results, flat, strict=True) if is_made(leaf)}
         return tuple(made[place].clone() for place in range(len(made)))
+
+    def compared(self, args: Any, kwargs: Any) -> Any:
+        """What the layer returns, if it runs what it has run in the model."""
+        recorder = LayerRecorder({self.call.name: self.layer})
+        with recorder:
+            output = recorder.run(self.call.name, self.layer.forward, args, kwargs)
+        (found,) = recorder.calls
+        if recorder.doubt or found.doubt or not same_calls(found, self.call):
+            raise NotAlike(recorder.doubt or found.doubt or "a layer runs something else by itself")
+        return output
 
 
 def same_calls(one: LayerCall, other: LayerCall) -> bool:
@@ -210,62 +227,93 @@ STAND_IN = _torch.backward_class(StandIn)
 
 class FirstLook:
     """A first attempt at a model: its first pass is recorded, and the second is not begun if layers run the same.
-    `is_steady()` says whether the first pass has left the model as it was."""
+    `roots` are all that holds the model's Python state. `is_steady()` says whether the first pass has left the model's
+    tensors as they were."""
 
-    def __init__(self, model: nn.Module, is_steady: Callable[[], bool]) -> None:
+    def __init__(self, model: nn.Module, roots: Sequence[Any], is_steady: Callable[[], bool]) -> None:
         self.layers = repeated(model, LEAST_ALIKE)
-        self.recorder, self.is_steady, self.passes = LayerRecorder(self.layers), is_steady, 0
+        self.recorder, self.roots, self.is_steady, self.passes = LayerRecorder(self.layers), roots, is_steady, 0
+        self.doubt, self.notes = "", tuple[str, ...]()
         install(self.layers, self.run)
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
         self.passes += 1
         if self.passes == 1 and self.layers:
+            before = self.state()
             with self.recorder:
                 yield
+            if before is not None and self.state() != before:
+                self.doubt = "a forward changes attributes of the model, or objects that it reaches"
+            self.doubt = self.doubt or self.recorder.doubt
             return
-        if self.passes == 2 and self.layers and self.is_steady():
-            groups = [group for group in self.recorder.alike() if len(group) >= LEAST_ALIKE]
+        if self.passes == 2 and self.layers:
+            if not self.is_steady():
+                self.doubt = self.doubt or "a forward leaves tensors in the model, or looks at nodes of autograd"
+            groups = [] if self.doubt else [group for group in self.recorder.alike() if len(group) >= LEAST_ALIKE]
+            self.notes = tuple(self.doubts())
             if groups:
                 raise LayersAlike(self.recorder, groups)
+            self.recorder = LayerRecorder({})  # of the tensors of the first pass nobody needs to know any more
         yield
+
+    def state(self) -> PythonState | None:
+        try:
+            return PythonState.of(*self.roots, *_torch.hooks_of_all_modules(), most=MOST_OF_MODEL)
+        except Unseen as why:
+            self.doubt = str(why)
+            return None
 
     def run(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         recorder = self.recorder
         return recorder.run(name, forward, args, kwargs) if self.passes == 1 else forward(*args, **kwargs)
 
+    def doubts(self) -> Iterator[str]:
+        """Why layers that seem alike are traced each by itself, where anything of a layer is trained."""
+        calls = [call for call in self.recorder.calls if any(tensor.requires_grad for tensor in call.made)]
+        if self.doubt:
+            yield note_apart(self.doubt, [call.name for call in calls])
+            return
+        for why in dict.fromkeys(call.doubt for call in calls if call.doubt):
+            yield note_apart(why, [call.name for call in calls if call.doubt == why])
+
 
 class Stand:
     """A second attempt, in which `StandIn`s run layers. `bodies` has the graph of each of them, by name. Its first pass
-    must run between the layers what `before`, the record of the first attempt, has."""
+    must run between these layers, and in others, what `before` has, the record of the first attempt."""
 
     def __init__(self, model: nn.Module, bodies: Mapping[str, Body], before: LayerRecorder) -> None:
         self.bodies, self.before, self.names, self.passes = bodies, before, list(bodies), 0
-        self.recorder = LayerRecorder({name: model.get_submodule(name) for name in before.layers})
-        install(self.recorder.layers, self.run)
+        self.layers = {name: model.get_submodule(name) for name in before.layers}
+        self.recorder, self.failed = LayerRecorder(self.layers), ""
+        install(self.layers, self.run)
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
         self.passes += 1
-        if self.passes > 1:
+        if self.passes == 1:
+            with self.recorder:
+                yield
+        else:
             yield
-            return
-        with self.recorder:
-            yield
-        if self.recorder.doubt or self.recorder.between != self.before.between:
-            raise NotAlike("something else runs between the layers")
+        if self.failed or not self.recorder.is_like(self.before, self.bodies):
+            raise NotAlike(self.failed or self.recorder.doubt or "something else runs between the layers")
 
     def run(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        forward = partial(self.stand_in, name) if name in self.bodies else forward
-        return self.recorder.run(name, forward, args, kwargs) if self.passes == 1 else forward(*args, **kwargs)
+        stands_in = name in self.bodies
+        forward = partial(self.stand_in, name) if stands_in else forward
+        if self.passes > 1:
+            return forward(*args, **kwargs)
+        return self.recorder.run(name, forward, args, kwargs, stands_in=stands_in)
 
     def stand_in(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """In the place of the forward of a layer."""
-        body, given, held = self.bodies[name], LayerArguments.of(args, kwargs), held_by(self.recorder.layers[name])
+        body, given, held = self.bodies[name], LayerArguments.of(args, kwargs), held_by(self.layers[name])
         due = body.call.given
         layouts = [list(map(tensor_layout, one.inputs)) for one in (given, due)]
         if (given.leaves, given.spec, layouts[0]) != (due.leaves, due.spec, layouts[1]):
-            raise NotAlike(f"{name} has other arguments")
+            self.failed = f"{name} has other arguments"  # a model could catch the error
+            raise NotAlike(self.failed)
         names = tuple(body.held)
         made = StandIn.apply(self.names.index(name), body, names, *given.inputs, *(held[of] for of in names))
         leaves = [
@@ -336,10 +384,14 @@ def renamed(line: str, first: str, name: str) -> str:
 
 
 def install(layers: Mapping[str, nn.Module], run: Callable[..., Any]) -> None:
-    """Let `run(name, forward, args, kwargs)` run the forwards of layers."""
+    """Let `run(name, forward, args, kwargs)` run the forwards of layers, which keep their signatures."""
     for name, layer in layers.items():
-        layer.forward = partial(through, run, name, layer.forward)
+        layer.forward = MethodType(through(run, name, layer.forward), layer)
 
 
-def through(run: Callable[..., Any], name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return run(name, forward, args, kwargs)
+def through(run: Callable[..., Any], name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(getattr(forward, "__func__", forward))
+    def run_forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(name, forward, args, kwargs)
+
+    return run_forward

@@ -151,9 +151,9 @@ def trace(
         return objective, module
 
     objective = looked = objective_of()
-    before = numbers_of(objective)
+    before, look, notes = numbers_of(objective), None, note_of_compiled(model, loss_fn)
     if share_layers and sizes is None and not any(map(is_sharded, model.parameters())):
-        look = FirstLook(looked.model, lambda: looked.is_steady and numbers_of(looked) == before)
+        look = FirstLook(looked.model, (looked.model, looked.loss_fn), lambda: looked.is_steady)
         looked.one_pass = look.one_pass
     try:
         try:
@@ -161,7 +161,8 @@ def trace(
         except LayersAlike as found:
             try:
                 objective, module = stamped(found)
-            except Exception:  # what is wrong with the model, tracing the whole of it says
+            except Exception as why:  # what is wrong with the model, tracing the whole of it says
+                notes += (found.note(why),)
                 objective = objective_of()
                 module = captured(objective)
         refuse_counters(before, numbers_of(objective), module, objective_of, captured)
@@ -182,7 +183,7 @@ def trace(
         joint,
         replaced=replaced,
         grad_dtypes=summed,
-        notes=note_of_compiled(model, loss_fn),
+        notes=(*notes, *(look.notes if look is not None else ())),
         metrics=objective.kinds,
         returned=objective.returned,
     )
