@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore::Futu
 
 LOCAL: dict[str, Any] = {"compile_options": {"stages": 3, "schedule": "zb-h1"}}
 TOLERANCE = {"loss": 1e-6, "eval_loss": 1e-6, "learning_rate": 0.0, "grad_norm": 1e-5}  # relative, in float32
+TOLERANCE |= {"eval_right": 0.0, "eval_spread": 1e-5}
 
 
 def assert_same(found: Mapping[str, list[float]], expected: Mapping[str, list[float]]) -> None:
@@ -34,10 +35,10 @@ def assert_same(found: Mapping[str, list[float]], expected: Mapping[str, list[fl
 def test_losses_are_those_without_a_pipeline(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """20 steps over two processes, with evaluations; then from a checkpoint in the middle, over three ranks."""
     folder = tmp_path_factory.mktemp("trainer")
-    plain = trainer(transformers.Trainer, folder / "plain", llama(), {})
+    plain = trainer(transformers.Trainer, folder / "plain", llama(), {}, compute_metrics=script.measured)
     plain.train()
     expected = history(plain)
-    assert [len(expected[name]) for name in ("loss", "eval_loss")] == [STEPS, STEPS // 5]
+    assert [len(expected[name]) for name in ("loss", "eval_loss", "eval_spread")] == [STEPS, STEPS // 5, STEPS // 5]
     for found in launch(2, script.over_ranks, 2, str(folder / "ranks")).values():
         assert_same(found, expected)
     names = sorted(path.name for path in (folder / "ranks").iterdir())
@@ -46,6 +47,7 @@ def test_losses_are_those_without_a_pipeline(launch: Launch, tmp_path_factory: p
     for value, wanted in zip(other.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-5)  # Adam divides roundings by small roots
     resumed = trainer(PipelineTrainer, folder / "ranks", llama(), {"eval_steps": 10}, **LOCAL)
+    resumed.compute_metrics = script.measured
     resumed.train(resume_from_checkpoint=str(folder / "ranks" / "checkpoint-10"))
     assert_same(history(resumed), expected)
 
@@ -97,18 +99,58 @@ def test_losses_that_are_means(tmp_path: Path) -> None:
         chosen = arguments(tmp_path / kind.__name__, **options)
         run = kind(model, chosen, train_dataset=Points(24), eval_dataset=Points(4), callbacks=[watcher], **more)
         run.train()
-        found[kind] = history(run), watcher.told, [p.detach().clone() for p in model.parameters()]
-    (expected, told, best), (losses, *others) = found.values()
+        known, unknown = run.predict(Points(4)), run.predict([{"x": Points(4)[row]["x"]} for row in range(3)])
+        assert known.metrics["test_loss"] == pytest.approx(
+            ((known.predictions - known.label_ids) ** 2).mean(), rel=1e-5
+        )
+        assert unknown.label_ids is None
+        assert unknown.predictions == pytest.approx(known.predictions[:3], rel=1e-6)
+        parameters = [p.detach().clone() for p in model.parameters()]
+        found[kind] = history(run), watcher.told, parameters, known.predictions
+    (expected, told, best, predicted), (losses, *others) = found.values()
     assert_same(losses, expected)
     assert others[0] == told
     for value, wanted in zip(others[1], best, strict=True):
         torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-5)
+    assert others[2] == pytest.approx(predicted, rel=1e-4)
     with pytest.raises(zbfx.ZbfxError, match="found 3 rows to evaluate, and microbatches of 2"):
         run.prediction_step(model, {"x": torch.zeros(3, 6), "labels": torch.zeros(3)}, True)
     with pytest.raises(zbfx.ZbfxError, match="a step takes 6 rows, and the last one of an epoch has 2"):
         run.filled({"x": torch.zeros(2, 6), "labels": torch.zeros(2)}, 6)
-    with pytest.raises(zbfx.ZbfxError, match="predict is not followed by a pipeline"):
-        run.predict(Points(2))
+
+
+def test_checkpoints_are_whole_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends while it saves, also over a checkpoint of before, leaves nothing that is resumed from."""
+
+    def new(**more: Any) -> Any:
+        options: dict[str, Any] = {"eval_strategy": "no", "max_steps": 4, "save_steps": 2, "optim": "sgd", **more}
+        return PipelineTrainer(Regression(), arguments(tmp_path, **options), train_dataset=Points(24), **LOCAL)
+
+    class Killed(BaseException):
+        pass
+
+    new().train()
+    for step, method in ((2, "_save_rng_state"), (4, "_save")):
+        run = new()
+        as_always = getattr(run, method)
+
+        def ends(*args: Any, run: Any = run, step: int = step, as_always: Any = as_always, **more: Any) -> None:
+            as_always(*args, **more)
+            if run.state.global_step == step:
+                raise Killed
+
+        monkeypatch.setattr(run, method, ends)
+        with pytest.raises(Killed):
+            run.train()
+        with pytest.raises(zbfx.ZbfxError, match=f"checkpoint-{step}' was not written .* checkpoint-{6 - step} is the"):
+            new().train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    run = new(max_steps=6)
+    run.train(resume_from_checkpoint=True)
+    (folder,) = (tmp_path / "checkpoint-6" / "pipeline").iterdir()
+    assert (run.state.global_step, folder.name) == (6, "step-6")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-6"]
+    with pytest.raises(zbfx.ZbfxError, match="which has none that is whole"):
+        new(output_dir=str(tmp_path / "other")).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +180,6 @@ def test_what_else_it_cannot_follow_is_refused_by_name(tmp_path: Path) -> None:
     class Custom(PipelineTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    refused("compute_metrics is not followed", compute_metrics=dict)
     refused("compute_loss_func is not followed", compute_loss_func=dict)
     refused("Custom.compute_loss would not be called", Custom)
     run = trainer(PipelineTrainer, tmp_path, llama(), {}, **LOCAL)

@@ -13,12 +13,9 @@ from transformers.training_args import TrainingArguments
 
 from zbfx.errors import ZbfxError
 
-WITHOUT_LOGITS = "the outputs of the model stay on the last rank, which gives the loss alone"
 WITHIN_MODEL = "a pipeline traces the model once, as it is"
 ARGUMENTS = {
     "compute_loss_func": "the model's own loss is what is trained: give the model a loss function of yours",
-    "compute_metrics": WITHOUT_LOGITS,
-    "preprocess_logits_for_metrics": WITHOUT_LOGITS,
     "model_init": "the model is traced before training begins: pass the model",
 }
 TRAINING_ARGUMENTS = {

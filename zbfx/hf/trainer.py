@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from transformers.training_args import TrainingArguments
 
 import zbfx
 from zbfx.errors import ZbfxError, listed
-from zbfx.hf.refused import WITHOUT_LOGITS, refuse_arguments
+from zbfx.hf.refused import refuse_arguments
+from zbfx.hf.whole_checkpoints import begin_checkpoint, newest_whole, refuse_partial
 from zbfx.runtime.step import Step
 
 STATE = "pipeline"  # the folder of a checkpoint in which the step's own is
@@ -129,18 +131,36 @@ class PipelineTrainer(Trainer):
         inputs: dict[str, Any],
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        if not prediction_loss_only:
-            raise ZbfxError(f"prediction_loss_only=False is not followed by a pipeline: {WITHOUT_LOGITS}")
+    ) -> tuple[Tensor | None, Any, Any]:
+        """The loss, where there are labels, and unless it is wanted alone, all other outputs of the model on all ranks,
+        and the labels."""
         batch = self.counted([self._prepare_inputs(inputs)])
-        whole = -(-rows_of(batch) // self.rows) * self.rows
-        if whole != self.rows and not self.adds_up(batch):
+        labels = tuple(batch.get(name) for name in self.label_names)
+        has_loss = all(value is not None for value in labels)
+        if not labels:  # as for CLIP
+            has_loss = bool(batch.get("return_loss", self.can_return_loss))
+        rows = rows_of(batch)
+        whole = -(-rows // self.rows) * self.rows
+        if has_loss and whole != self.rows and not self.adds_up(batch):
             raise ZbfxError(
                 f"the model's loss does not divide by the number of items, so that those of microbatches do not add "
-                f"up; found {rows_of(batch)} rows to evaluate, and microbatches of {self.rows}. Evaluate batches of "
+                f"up; found {rows} rows to evaluate, and microbatches of {self.rows}. Evaluate batches of "
                 f"per_device_train_batch_size rows"
             )
-        return self.bound().evaluate(**self.filled(batch, whole)).to(self.args.device), None, None
+        step, outputs = self.bound(), other_outputs(self.ignored(ignore_keys), has_loss=has_loss)
+        if prediction_loss_only:
+            loss = step.evaluate(**self.filled(batch, whole)) if has_loss else None
+            return None if loss is None else loss.to(self.args.device), None, None
+        if not has_loss:
+            found = step.forward(**with_rows(batch, whole), outputs=outputs, everywhere=True)
+            return None, alone(first_rows(found, rows, whole)), None
+        loss, found = step.evaluate(**self.filled(batch, whole), outputs=outputs, everywhere=True)
+        return loss.to(self.args.device), alone(first_rows(found, rows, whole)), alone(labels) if labels else None
+
+    def ignored(self, ignore_keys: list[str] | None) -> tuple[str, ...]:
+        """The outputs that are no predictions, by name."""
+        default = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", [])
+        return ("loss", *(default if ignore_keys is None else ignore_keys))
 
     def filled(self, batch: dict[str, Any], rows: int) -> dict[str, Any]:
         """A batch with so many rows: those that are missing are copies whose labels count for nothing."""
@@ -154,10 +174,8 @@ class PipelineTrainer(Trainer):
                 f"cannot be added to this model's batches. Set dataloader_drop_last=True, and use a number of examples "
                 f"that per_device_train_batch_size * gradient_accumulation_steps divides"
             )
-        more = torch.arange(rows - found) % found
-        cut = {k: t for k, t in batch.items() if isinstance(t, Tensor) and t.ndim and len(t) == found}
-        added = {k: t[more.to(t.device)] for k, t in cut.items()} | {"labels": torch.full_like(labels[more], -100)}
-        return batch | {name: torch.cat([cut[name], added[name]]) for name in cut}
+        filled = with_rows(batch, rows)
+        return filled | {"labels": torch.cat([labels, torch.full_like(filled["labels"][found:], -100)])}
 
     def adds_up(self, batch: dict[str, Any]) -> bool:
         """Whether the losses of parts of a batch, each divided by the items of all, add up to that of the batch."""
@@ -242,8 +260,51 @@ class PipelineTrainer(Trainer):
     def _load_best_model(self) -> None:
         self._load_optimizer_and_scheduler(self.state.best_model_checkpoint)
 
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        raise ZbfxError(f"predict is not followed by a pipeline: {WITHOUT_LOGITS}")
+    # ---- Checkpoints are whole, or refused ----
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(newest_whole(Path(str(self.args.output_dir))))
+        elif isinstance(resume_from_checkpoint, str):
+            refuse_partial(Path(resume_from_checkpoint))
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.args.should_save:
+            begin_checkpoint(Path(self._get_output_dir(trial=trial)), self.state.global_step)
+        super()._save_checkpoint(model, trial)
+
+
+@cache  # a step traces forwards again for another function
+def other_outputs(ignored: tuple[str, ...], *, has_loss: bool) -> Callable[[Any], tuple[Any, ...]]:
+    """A function of what a model returns: all but the loss, and what is ignored."""
+
+    def chosen(output: Any) -> tuple[Any, ...]:
+        if isinstance(output, dict):
+            return tuple(value for name, value in output.items() if name not in ignored)
+        return tuple(output[1:] if has_loss else output)
+
+    return chosen
+
+
+def alone(values: tuple[Any, ...]) -> Any:
+    """The Trainer's way: one value is not in a tuple."""
+    return values[0] if len(values) == 1 else values
+
+
+def first_rows(value: Any, rows: int, filled: int) -> Any:
+    """Without what rows give that were added; a row may give several entries of an output."""
+    if isinstance(value, list | tuple):
+        return tuple(first_rows(part, rows, filled) for part in value)
+    return value[: len(value) * rows // filled] if rows != filled else value
+
+
+def with_rows(batch: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """A batch with so many rows: those that are missing are copies of its first ones."""
+    found = rows_of(batch)
+    cut = {k: t for k, t in batch.items() if isinstance(t, Tensor) and t.ndim and len(t) == found}
+    more = torch.arange(rows - found) % found
+    return dict(batch) | {name: torch.cat([t, t[more.to(t.device)]]) for name, t in cut.items()}
 
 
 def rows_of(batch: Mapping[str, Any]) -> int:
