@@ -4,7 +4,7 @@
 
 MODEL is a folder of `save_pretrained`; TEXT a text that the folder's tokenizer reads, or a `.npy` of token numbers, of
 which the last tenth is for evaluation. OUT gets checkpoints, losses (`losses.jsonl`) and the trained `model`; with
-`--lora` its adapters. No process holds more than its stages; with `--lora` all read the whole model first.
+`--lora` its adapters. No process reads or holds more than its stages; at the end the first one gathers the model.
 
 A process may be killed at any time: torchrun starts all again, with as many processes or others, and they go on from
 the newest checkpoint, with the batches and losses of a run that nothing broke.
@@ -95,19 +95,15 @@ def as_batch(rows: Tensor) -> dict[str, Any]:
     return {"input_ids": rows, "labels": rows}
 
 
-def new_model(options: argparse.Namespace) -> tuple[Any, Path | None]:
-    """The model, and from where its ranks read their weights: None where it has them."""
-    torch.manual_seed(0)
-    if options.lora is not None:
+def new_model(options: argparse.Namespace) -> Any:
+    """The model, without memory: its ranks read their weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model, use_cache=False))
+        if options.lora is None:
+            return model
         from peft import LoraConfig, get_peft_model
 
-        base = AutoModelForCausalLM.from_pretrained(options.model, use_cache=False)
-        adapters = LoraConfig(task_type="CAUSAL_LM", r=options.lora, lora_alpha=2 * options.lora)
-        return get_peft_model(base, adapters), None
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(options.model, use_cache=False)
-        ), options.model
+        return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=options.lora, lora_alpha=2 * options.lora))
 
 
 def join(backend: str) -> None:
@@ -124,18 +120,18 @@ def main() -> None:
     is_cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_cuda else torch.device("cpu")
     join("nccl" if is_cuda else "gloo")
-    text, (model, weights) = Text.read(options), new_model(options)
+    text, model = Text.read(options), new_model(options)
     model.train()
     with torch.autocast(device.type, torch.bfloat16) if options.bf16 else nullcontext():
         pipe = zbfx.compile(
-            model.to(device) if weights is None else model,
+            model,
             stages=dist.get_world_size(),
             microbatches=options.microbatches,
             schedule=options.schedule,
             example_kwargs=text.batch(0, options.rows),
             device=device,
         )
-    step = pipe.bind(weights=weights, seed=0)
+    step = pipe.bind(weights=options.model, seed=0)
     adamw = torch.optim.AdamW(step.parameters(), lr=options.learning_rate)
     optimizer = zbfx.optim.PostValidated(adamw, step, max_norm=1.0)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=options.steps)

@@ -64,6 +64,37 @@ def test_folder_is_read_as_transformers_reads_it(make: Callable[[], Any], tmp_pa
     torch.testing.assert_close(step(input_ids=ids, labels=ids), torch.stack(losses).mean())
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("make", [models.tied_llama, models.mixtral])
+def test_base_model_of_adapters_is_read(make: Callable[[], Any], tmp_path: Path) -> None:
+    """Its files know nothing of adapters. These start as peft lets them, alike on all ranks; a rank reads its part."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    folder = folder_of(make(), tmp_path)
+
+    def adapted(**options: Any) -> Any:
+        return peft.get_peft_model(make(), peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, **options))
+
+    model: Any = filled(adapted, folder)
+    values = tensors(model)
+    base: Any = model.unload()
+    assert different(tensors(base), tensors(make().from_pretrained(folder))) == []
+    for name, value in values.items():
+        if "lora_A" in name:  # kaiming_uniform with a = sqrt(5)
+            assert 0.8 * value.shape[1] ** -0.5 < value.abs().max() <= value.shape[1] ** -0.5
+        assert ("lora_B" in name) <= (value.count_nonzero() == 0)
+    part = {name for name in values if ".layers.1." in name}
+    alone = tensors(filled(adapted, folder, part))
+    assert {name for name, value in alone.items() if not value.is_meta} >= part
+    assert all(value.is_meta or torch.equal(value, values[name]) for name, value in alone.items())
+    with pytest.raises(ZbfxError, match=r"weights= fills LoRA alone; found .*o_proj among modules_to_save"):
+        filled(lambda: adapted(modules_to_save=["o_proj"]), folder)
+    model = on_meta(adapted)
+    model.peft_config["default"].init_lora_weights = "olora"
+    with pytest.raises(ZbfxError, match="init_lora_weights='olora' needs the values of the base"):
+        fill_model(model, folder)
+
+
 def test_parameter_keeps_its_dtype(tmp_path: Path) -> None:
     folder = folder_of(models.tied_llama(), tmp_path)
     model = filled(lambda: models.tied_llama().bfloat16(), folder)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zbfx import _transformers
+from zbfx.checkpoint.adapters import tensors_of
 from zbfx.checkpoint.stored import Stored, StoredTensor, refuse_other_kinds, refuse_other_shapes
 from zbfx.errors import ZbfxError
 
@@ -62,11 +63,6 @@ def load_pretrained(model: Any, contents: Stored, wanted: Collection[str]) -> Lo
     changed = {name: tensor.detach() for name, tensor in tensors_of(model).items() if tensor is not before.get(name)}
     missing, surplus = (tuple(sorted(names)) for names in (info.missing_keys, info.unexpected_keys))
     return Loaded(changed, missing, surplus, _transformers.weight_conversions(model))
-
-
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    return {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
 
 
 class Lazy:

@@ -7,10 +7,11 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zbfx import _transformers, rng
 from zbfx._torch import TorchDispatchMode, own_initializers, schema_of, storage_of
+from zbfx.checkpoint.adapters import as_adapted, initialize_adapters
 from zbfx.checkpoint.hugging_face import as_pretrained
 from zbfx.checkpoint.stand_in import named_in, without_memory
 from zbfx.trace.guard import Source, named_parts
@@ -32,11 +33,15 @@ def initial_values(source: Source, names: Collection[str], seed: int) -> dict[st
     }
 
 
-def initialize(module: nn.Module) -> None:
+def initialize(module: Any) -> None:
     """Let all modules initialise themselves, the inner ones first: by `reset_parameters()`, `_init_weights(module)`, or
-    as the transformers library does."""
+    as the libraries transformers and peft do."""
     if as_pretrained(module) is not None:
         _transformers.initialize_anew(module)
+        return
+    if as_adapted(module) is not None:
+        initialize(module.get_base_model())
+        initialize_adapters(module)
         return
     for child in module.children():
         initialize(child)

@@ -146,11 +146,13 @@ def safetensors_of(files: list[Path]) -> Stored:
                     )
                 part = handle.get_slice(name)
                 dtype = part.get_dtype()
-                found[name] = StoredTensor(tuple(part.get_shape()), DTYPES.get(dtype, dtype), reader_of(file, name))
+                found[name] = StoredTensor(
+                    tuple(part.get_shape()), DTYPES.get(dtype, dtype), reader_in_file(file, name)
+                )
     return found
 
 
-def reader_of(file: Path, name: str) -> Callable[[], Tensor]:
+def reader_in_file(file: Path, name: str) -> Callable[[], Tensor]:
     def read() -> Tensor:
         with opened(file) as handle:
             return handle.get_tensor(name).clone()  # its memory is the file's, which may change

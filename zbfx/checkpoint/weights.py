@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zbfx import _transformers
+from zbfx.checkpoint.adapters import as_adapted, tensors_of, without_adapters
 from zbfx.checkpoint.hugging_face import as_pretrained, load_pretrained, refuse_quantized
 from zbfx.checkpoint.initial import initial_values
 from zbfx.checkpoint.names import Names, state_names
@@ -57,7 +58,8 @@ def loaded(source: Source, names: Names, contents: Stored, wanted: Collection[st
     inner = {name.removeprefix(PREFIX): entry for name, entry in contents.items() if name.startswith(PREFIX)}
     if known.isdisjoint(contents) and not known.isdisjoint(inner):
         contents = inner
-    if as_pretrained(source.model) is not None:
+    is_of_base = as_adapted(source.model) is not None and known.isdisjoint(contents)
+    if as_pretrained(source.model) is not None or is_of_base:
         return through_transformers(source, names, contents, wanted)
     return by_name(source, names, contents, wanted)
 
@@ -88,19 +90,31 @@ def by_name(source: Source, names: Names, contents: Stored, wanted: Collection[s
 
 def through_transformers(source: Source, names: Names, contents: Stored, wanted: Collection[str]) -> dict[str, Tensor]:
     """As `from_pretrained` does: what is missing is initialised, and what is no part of the model is left out, with
-    warnings."""
-    refuse_quantized(source.model)
+    warnings. Of a model with adapters, stored is the model inside."""
     copied, _ = without_memory(source)
-    found = load_pretrained(copied, contents, {name for first in wanted for name in names.of[first]})
-    _transformers.set_weight_conversions(source.model, found.weight_conversions)  # export writes them back
+    adapted = as_adapted(copied)
+    base, outer = (
+        (copied, {name: name for name in tensors_of(copied)}) if adapted is None else without_adapters(adapted)
+    )
+    if as_pretrained(base) is None:
+        raise ZbfxError(
+            f"weights= reads the base model of adapters if it is one of transformers; found {type(base).__name__}. "
+            f"Load it, and then make its adapters, before compile"
+        )
+    refuse_quantized(base)
+    asked = {name for first in wanted for name in names.of[first]}
+    found = load_pretrained(base, contents, {name for name, own in outer.items() if own in asked})
+    if adapted is None:
+        _transformers.set_weight_conversions(source.model, found.weight_conversions)  # export writes them back
+    tensors = {outer[name]: tensor for name, tensor in found.tensors.items()}
     values = {}
     for first, others in names.of.items():
-        stored_as = {name: found.tensors[name] for name in others if name in found.tensors}
+        stored_as = {name: tensors[name] for name in others if name in tensors}
         if stored_as and first in wanted:
             refuse_untied(stored_as)
             values[first] = next(iter(stored_as.values()))
-    reported = set(found.missing)
-    missing = [n for n, others in names.of.items() if reported & {*others} and found.tensors.keys().isdisjoint(others)]
+    reported = {outer.get(name, name) for name in found.missing}
+    missing = [n for n, others in names.of.items() if reported & {*others} and tensors.keys().isdisjoint(others)]
     if missing:
         warn(f"no weights were found for {listed(missing, 6)}, which start from initial values: train them before use")
     if found.surplus:

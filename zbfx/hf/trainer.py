@@ -153,9 +153,13 @@ class PipelineTrainer(Trainer):
             return None if loss is None else loss.to(self.args.device), None, None
         if not has_loss:
             found = step.forward(**with_rows(batch, whole), outputs=outputs, everywhere=True)
-            return None, alone(first_rows(found, rows, whole)), None
+            return None, single(first_rows(found, rows, whole)), None
         loss, found = step.evaluate(**self.filled(batch, whole), outputs=outputs, everywhere=True)
-        return loss.to(self.args.device), alone(first_rows(found, rows, whole)), alone(labels) if labels else None
+        return (
+            loss.to(self.args.device),
+            single(first_rows(found, rows, whole)),
+            single(labels) if labels else None,
+        )
 
     def ignored(self, ignore_keys: list[str] | None) -> tuple[str, ...]:
         """The outputs that are no predictions, by name."""
@@ -287,7 +291,7 @@ def other_outputs(ignored: tuple[str, ...], *, has_loss: bool) -> Callable[[Any]
     return chosen
 
 
-def alone(values: tuple[Any, ...]) -> Any:
+def single(values: tuple[Any, ...]) -> Any:
     """The Trainer's way: one value is not in a tuple."""
     return values[0] if len(values) == 1 else values
 

@@ -13,7 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from zbfx.errors import ZbfxError
 
-NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+TRAINERS_NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 
 def begin_checkpoint(folder: Path, step: int) -> None:
@@ -34,7 +34,11 @@ def is_whole(checkpoint: Path) -> bool:
 
 def numbered(folder: Path) -> dict[Path, int]:
     """Folders with the names of checkpoints, and their steps."""
-    return {path: int(name[1]) for path in folder.glob("*") if (name := NAME.fullmatch(path.name)) and path.is_dir()}
+    return {
+        path: int(name[1])
+        for path in folder.glob("*")
+        if (name := TRAINERS_NAME.fullmatch(path.name)) and path.is_dir()
+    }
 
 
 def whole_checkpoints(folder: Path) -> list[Path]:
@@ -55,7 +59,7 @@ def newest_whole(folder: Path) -> Path:
 
 def refuse_partial(checkpoint: Path) -> None:
     """Raise for a checkpoint, by its name one of the Trainer's, that was not written to its end."""
-    if not checkpoint.is_dir() or NAME.fullmatch(checkpoint.name) is None or is_whole(checkpoint):
+    if not checkpoint.is_dir() or TRAINERS_NAME.fullmatch(checkpoint.name) is None or is_whole(checkpoint):
         return
     others = whole_checkpoints(checkpoint.parent)
     instead = f"{others[-1].name} is the newest whole one" if others else "there is no other one"
