@@ -139,7 +139,7 @@ def shrink(tensors: Mapping[str, Tensor]) -> None:
 def loss_weight(pipe: Compiled, rows: Sequence[NamedRow]) -> Tensor:
     """The gradient of the batch's loss by the loss of each microbatch."""
     weight = pipe.reduction.zeros(pipe.device)
-    pipe.reduction.weigh(weight, pipe.reduction.tokens(rows))
+    pipe.reduction.weigh(weight, pipe.reduction.tokens(rows), pipe.reduction.microbatches)
     return weight
 
 

@@ -12,7 +12,7 @@ are equal to themselves alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from zbfx.metrics import MetricKind
-from zbfx.plan import Kind
+from zbfx.plan import Action, Kind
 
 
 class Role(StrEnum):
@@ -298,6 +298,28 @@ class Stage:
         written = {name for phase in first for name in (*phase.gradients, *phase.updates)}
         used = {*last.gradients, *last.port_names(Role.BUFFER)}
         return not (last.is_empty or last.is_random or last.updates or written & used)
+
+
+@dataclass(frozen=True, eq=False)
+class Forms:
+    """The stages of a step's microbatches: one list of stages for each shape, and for each microbatch the place of its
+    own list among `stages`."""
+
+    stages: tuple[Sequence[Stage], ...]
+    of: tuple[int, ...]
+
+    @classmethod
+    def alike(cls, stages: Sequence[Stage], microbatches: int) -> Forms:
+        """All microbatches have one shape."""
+        return cls((stages,), (0,) * microbatches)
+
+    def phase(self, action: Action) -> Phase:
+        return self.stages[self.of[action.microbatch]][action.stage].phases[action.kind]
+
+    def prologue(self, form: int, stage: int) -> int:
+        """The first of the forms that share the prologue of a stage with this one: it runs once for all of them."""
+        own = self.stages[form][stage].phases[Kind.P]
+        return next(k for k, stages in enumerate(self.stages) if stages[stage].phases[Kind.P] is own)
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:

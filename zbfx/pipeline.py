@@ -304,7 +304,7 @@ class Pipeline:
             options, ranks = StepOptions(seed, on_nonfinite, on_new_shape), AllHere()
             options.check()
             variants = Variants(self.compiled, self.source, ranks, symbolic=options.is_symbolic)
-            return local_step(self.compiled, self.source, ranks, options, variants.of, variants.reordered, weights)
+            return local_step(self.compiled, self.source, ranks, options, variants, weights)
 
     def replicated(self, replicas: int) -> Pipeline:
         """This pipeline as one of several replicas, with gradients summed over them: what `bind` with a mesh runs."""
@@ -391,8 +391,7 @@ class Pipeline:
                 compiled = replicated(self.compiled, ranks.replicas, link)
                 compiled = compiled.sharded() if zero else compiled
                 variants = Variants(compiled, self.source, ranks, symbolic=options.is_symbolic)
-                making = (variants.of, variants.reordered, weights)
-                return bound_step(compiled, self.source, self.compiler, ranks, options, *making)
+                return bound_step(compiled, self.source, self.compiler, ranks, options, variants, weights)
 
     def __repr__(self) -> str:
         stages, ranks, microbatches = len(self.stages), len(self.programs), self.schedule.microbatches

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -15,10 +16,10 @@ from torch import Tensor
 
 from zbfx.between import canonical, divided, extracted
 from zbfx.candidate import with_pairs
-from zbfx.compiled import Compiled
+from zbfx.compiled import Compiled, Form, refuse_other_ways
 from zbfx.costs.estimate import Formulas, estimate, formulas, hardware_of
 from zbfx.errors import ZbfxError
-from zbfx.graphs import Joint, Role, Stage, copy_graph
+from zbfx.graphs import Joint, Phase, Role, Stage, copy_graph
 from zbfx.modes import uncollected
 from zbfx.passes.partition import place_like, place_same
 from zbfx.passes.sizes import joint_with_numbers, stage_with_numbers
@@ -55,20 +56,49 @@ class Variants:
         """The pipeline for a microbatch like (args, kwargs), planned anew for its costs, that does what is requested.
         Raises `ZbfxError` if the model reads other parameters for it than a stage's rank holds."""
         with uncollected():
-            return self.made(args, kwargs, microbatches, request)
+            form, notes = self.made(args, kwargs, request)
+            schedule = self.plan(form.costs, microbatches, request.wanted, notes)
+            return assembled(self.pipe, form, form.signature.flatten(args, kwargs), schedule)
 
-    def made(self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, request: Request) -> Compiled:
+    def form(self, args: Sequence[Any], kwargs: Mapping[str, Any], request: Request) -> Form:
+        """The stages of a microbatch like (args, kwargs), for steps whose microbatches are unlike. Costs are in
+        the unit of the pipeline's. Raises `ZbfxError` where such a microbatch takes another way through the model."""
+        pipe = self.pipe
+        if request.wanted.trains and shapes_of(request.signature.flatten(args, kwargs)) == shapes_of(pipe.examples):
+            return Form(pipe.signature, pipe.joint, pipe.stages, pipe.schedule.costs)
+        with uncollected():
+            form, _ = self.made(args, kwargs, request)
+            refuse_other_ways(pipe, form.stages, request.wanted.trains)
+            stages = tuple(map(with_prologue_of, form.stages, pipe.stages))
+            return replace(form, stages=stages, costs=self.in_its_unit(form.costs))
+
+    def in_its_unit(self, costs: CostTable) -> CostTable:
+        """Estimated costs times what the pipeline's own, measured or given, are of its estimated ones."""
+        own = self.pipe.schedule.costs
+        stages = []
+        for stage, here, said in zip(costs.stages, own.stages, self.estimated.stages, strict=True):
+            names = "forward_s", "backward_input_s", "backward_weight_s"
+            factors = {name: (getattr(here, name), getattr(said, name)) for name in names}
+            seconds = {name: getattr(stage, name) * (a / b if b else 1) for name, (a, b) in factors.items()}
+            stages.append(replace(stage, **seconds, static_bytes=here.static_bytes, prologue_s=here.prologue_s))
+        return replace(costs, stages=tuple(stages))
+
+    @cached_property
+    def estimated(self) -> CostTable:
+        return estimate(self.pipe.stages, self.pipe.placement, hardware_of(self.pipe.device))
+
+    def made(self, args: Sequence[Any], kwargs: Mapping[str, Any], request: Request) -> tuple[Form, tuple[str, ...]]:
+        """The stages of a microbatch like (args, kwargs), and notes on how they were made."""
         notes: tuple[str, ...] = ()
         if self.symbolic:
             try:
-                return self.substituted(args, kwargs, microbatches, request)
+                return self.substituted(args, kwargs, request), notes
             except GuardBroken as reason:
                 notes = (f"traced for these shapes: {reason}",)
         raw, signature = self.traced(args, kwargs, request)
         stages = restaged(self.pipe, raw, request.wanted)
         table = estimate(stages, self.pipe.placement, hardware_of(self.pipe.device))
-        schedule = self.plan(table, microbatches, request.wanted, notes)
-        return assembled(self.pipe, raw, signature, signature.flatten(args, kwargs), stages, schedule)
+        return Form(signature, raw, stages, table), notes
 
     def traced(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], request: Request, sizes: Sizes | None = None
@@ -116,19 +146,17 @@ class Variants:
             f"planned again for measured seconds: {found.makespan_s:.6g} s, {now.makespan_s:.6g} s in the order before"
         )
         found = replace(found, notes=(*found.notes, note))
-        made = assembled(pipe, pipe.joint, pipe.signature, pipe.examples, pipe.stages, found)
+        made = assembled(pipe, Form(pipe.signature, pipe.joint, pipe.stages, costs), pipe.examples, found)
         limits = found.mem_limit if options.limits_bytes else None
         fits = limits is None or all(m.peak_bytes <= limit for m, limit in zip(made.memory, limits, strict=True))
         return made if fits else pipe
 
-    def substituted(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, request: Request
-    ) -> Compiled:
-        """The pipeline from a template, without a trace of its own. Raises `GuardBroken` where there can be none."""
-        shapes = [tuple(tensor.shape) for tensor in request.signature.flatten(args, kwargs)]
+    def substituted(self, args: Sequence[Any], kwargs: Mapping[str, Any], request: Request) -> Form:
+        """Stages from a template, without a trace of their own. Raises `GuardBroken` where there can be none."""
+        shapes = shapes_of(request.signature.flatten(args, kwargs))
         for template in self.templates[request]:
             if template.covers(shapes):
-                return self.from_template(template, args, kwargs, microbatches, request)
+                return from_template(template, args, kwargs, request)
         groups = changed_dimensions(request.signature, shapes)
         fixed = [dim for group in groups for dim in group if dim in self.fixed[request]]
         if not groups:
@@ -149,17 +177,7 @@ class Variants:
         self.fixed[request] |= sizes.fixed()
         template = Template(sizes, raw, stages, costs)
         self.templates[request].append(template)
-        return self.from_template(template, args, kwargs, microbatches, request)
-
-    def from_template(
-        self, template: Template, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, request: Request
-    ) -> Compiled:
-        signature = signature_of(request, args, kwargs)
-        tensors = signature.flatten(args, kwargs)
-        values = template.sizes.values([tuple(tensor.shape) for tensor in tensors])
-        raw, stages = template.at(values)
-        schedule = self.plan(template.formulas.at(values), microbatches, request.wanted)
-        return assembled(self.pipe, raw, signature, tensors, stages, schedule)
+        return from_template(template, args, kwargs, request)
 
 
 @dataclass(frozen=True)
@@ -187,6 +205,30 @@ class Template:
         return joint_with_numbers(self.joint, numbers), tuple(stage_with_numbers(s, numbers) for s in self.stages)
 
 
+def from_template(template: Template, args: Sequence[Any], kwargs: Mapping[str, Any], request: Request) -> Form:
+    signature = signature_of(request, args, kwargs)
+    values = template.sizes.values(shapes_of(signature.flatten(args, kwargs)))
+    return Form(signature, *template.at(values), template.formulas.at(values))
+
+
+def shapes_of(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for tensor in tensors]
+
+
+def with_prologue_of(stage: Stage, first: Stage) -> Stage:
+    """The stage with the very prologue of another one if they are equal, so that one serves both."""
+    own, other = stage.phases[Kind.P], first.phases[Kind.P]
+    if any(port.role is Role.CONSTANT for port in own.ports) or text_of_prologue(own) != text_of_prologue(other):
+        return stage
+    return replace(stage, phases={**stage.phases, Kind.P: other})
+
+
+def text_of_prologue(phase: Phase) -> list[str]:
+    nodes = phase.module.graph.nodes
+    said = [f"{node.name} {node.op} {node.target} {node.args} {node.kwargs}" for node in nodes]
+    return [*map(str, phase.ports), *phase.results, *said]
+
+
 def signature_of(request: Request, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
     count = request.signature.input_count
     return Signature.of(tuple(args[:count]), kwargs, tuple(args[count:]), request.signature.batch_dims)
@@ -205,20 +247,14 @@ def restaged(pipe: Compiled, raw: Joint, wanted: Wanted) -> tuple[Stage, ...]:
     return stages
 
 
-def assembled(
-    pipe: Compiled,
-    raw: Joint,
-    signature: Signature,
-    examples: Sequence[Tensor],
-    stages: tuple[Stage, ...],
-    schedule: Schedule,
-) -> Compiled:
+def assembled(pipe: Compiled, form: Form, examples: Sequence[Tensor], schedule: Schedule) -> Compiled:
+    stages = form.stages
     made = replace(
         pipe,
-        signature=signature,
+        signature=form.signature,
         examples=tuple(examples),
-        reduction=Reduction.of(raw, pipe.reduction.name, schedule.microbatches),
-        joint=raw,
+        reduction=Reduction.of(form.joint, pipe.reduction.name, schedule.microbatches),
+        joint=form.joint,
         stages=stages,
         schedule=schedule,
         chain=None,

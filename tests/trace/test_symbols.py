@@ -147,7 +147,7 @@ def test_formulas_by_hand() -> None:
     problem = Problem(model, squares, (numbers(6, 5, WIDTH),))
     step = symbolic_step(problem, cuts=["2"])
     step(numbers(9, 7, WIDTH))
-    variants: Any = step.engines.variant.__self__  # type: ignore[attr-defined]
+    variants: Any = step.engines.variants
     (template,) = variants.templates[step.engines.requests[0]]
     r, n = template.sizes.symbols
     hidden = 8 * 8 * r * n

@@ -65,7 +65,9 @@ class Channels:
             self.peers = self.own_group(lines, NCCL_REDUCTION_BLOCKS)
             self.control = self.own_group(lines, library=Library.GLOO)
             self.sum_over_replicas(torch.zeros(1, device=device)).wait()
-        self.aside = self.own_group(map(processes_of, place.families), library=Library.GLOO)
+        self.aside, self.ahead = (
+            self.own_group(map(processes_of, place.families), library=Library.GLOO) for _ in range(2)
+        )
         self.model = self.family  # joins all processes that hold the model
         if place.shard_count > 1:
             self.shards = self.own_group(place.shard_lines(), library=Library.GLOO)
@@ -228,6 +230,10 @@ class Channels:
     def gather(self, value: object) -> list[Any]:
         """The picklable value of every rank of every replica, in order, on every one."""
         return self.gathered(value, self.family, [process for replica in self.place.replicas for process in replica])
+
+    def gather_before_step(self, value: object) -> list[Any]:
+        """As `gather`, between hosts alone: devices may still run the step before."""
+        return self.gathered(value, self.ahead, [process for replica in self.place.replicas for process in replica])
 
     def gather_ranks(self, value: object) -> list[Any]:
         """The picklable value of every rank of this pipeline, in order, on every one."""

@@ -6,17 +6,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from zbfx.comm.together import exchange
-from zbfx.graphs import Joint, Role
+from zbfx.graphs import Joint, Phase, Role
 from zbfx.memo import Memo
-from zbfx.memory.lifetimes import CUDA_GRANULE, lifetimes, rounded
+from zbfx.memory.lifetimes import CUDA_GRANULE, Lifetimes, lifetimes, rounded
 from zbfx.memory.walk import Moment, Walk, inner_call, live_at, strides_of
 from zbfx.options import Options
 from zbfx.passes.nodes import value_bytes
@@ -71,20 +72,32 @@ def predict(
 ) -> tuple[RankMemory, ...]:
     """What each rank holds in a step. Programs share the lifetimes in their phases, through `memo`. A compiled phase
     counts with the lifetimes in its ops; what it was measured to hold beyond them is in `Phase.most_bytes`."""
-    return tuple(rank_memory(program, joint, signature, options, memo) for program in programs)
+    microbatches = len(programs[0].module.graph.find_nodes(op="placeholder")) - 1  # the first one is the transport
+    batch = [Rows(joint, signature, microbatches)]
+    return tuple(rank_memory(program, batch, options, lambda *phase: memo(lifetimes, *phase)) for program in programs)
 
 
-def rank_memory(program: Program, joint: Joint, signature: Signature, options: Options, memo: Memo) -> RankMemory:
-    """Walk a program."""
+class Rows(NamedTuple):
+    """So many microbatches of a shape, whose graph and tensors these are."""
+
+    joint: Joint
+    signature: Signature
+    microbatches: int
+
+
+def rank_memory(
+    program: Program, batch: Sequence[Rows], options: Options, of_phase: Callable[[Phase, int], Lifetimes]
+) -> RankMemory:
+    """Walk a program that runs such a batch; `of_phase` is `lifetimes`."""
     granule = CUDA_GRANULE if options.device.type == "cuda" else 1
     named = [(name, inner_call(module)) for name, module in program.module.named_children()]
-    phases = {name: memo(lifetimes, call.phase, granule) for name, call in named if isinstance(call, PhaseCall)}
+    phases = {name: of_phase(call.phase, granule) for name, call in named if isinstance(call, PhaseCall)}
     walk = Walk(program, phases, {}, strides_of(program), granule)
     walk.run()
     moments = tuple(walk.moments)
     highest = max(range(len(moments)), key=lambda k: moments[k].peak_bytes)
     static = replace(
-        static_of(program, joint, signature, options.optimizer_slots or 0.0, granule),
+        static_of(program, batch, options.optimizer_slots or 0.0, granule),
         workspace=streams_of(program, options) * workspace_bytes(options.device),
     )
     return RankMemory(program.rank, static, moments, live_at(walk, moments, highest))
@@ -135,11 +148,15 @@ def workspace_bytes(device: torch.device) -> int:
     return 32 * 2**20 if hopper else (2 * 4096 + 8 * 16) * 1024
 
 
-def static_of(program: Program, joint: Joint, signature: Signature, slots: float, granule: int) -> Static:
+def input_bytes(joint: Joint, granule: int) -> dict[str, int]:
+    """The bytes of what a microbatch's graph reads, by the names of ports."""
+    return {port.name: rounded(value_bytes(node), granule) for node, port in joint.input_ports().items()}
+
+
+def static_of(program: Program, batch: Sequence[Rows], slots: float, granule: int) -> Static:
     """The static bytes of a rank. The optimizer keeps `slots` tensors of the size of each parameter that it trains."""
-    microbatches = len(program.module.graph.find_nodes(op="placeholder")) - 1  # the first one is the transport
-    whole = {spec.name for spec in signature.tensors if spec.batch_dim is None}
-    sizes = {port.name: rounded(value_bytes(node), granule) for node, port in joint.input_ports().items()}
+    joint = batch[0].joint
+    sizes = input_bytes(joint, granule)
     summed = {
         port.name: rounded(value_bytes(node) // value.element_size() * dtype.itemsize, granule)
         for node, port in joint.input_ports().items()
@@ -159,7 +176,13 @@ def static_of(program: Program, joint: Joint, signature: Signature, slots: float
         parameters=sum(sizes[name] for name in parameters),
         gradients=sum(summed[name] for name in (*trained, *partial)),
         buffers=sum(sizes[name] for name in buffers),
-        batch=sum(sizes[name] * (1 if name in whole else microbatches) for name in inputs),
+        batch=sum(
+            read[name] * (1 if name in whole else rows.microbatches)
+            for rows in batch
+            for read in [input_bytes(rows.joint, granule)]
+            for whole in [{spec.name for spec in rows.signature.tensors if spec.batch_dim is None}]
+            for name in inputs
+        ),
         optimizer=round(slots * sum(sizes[name] for name in trained)),
     )
 

@@ -16,13 +16,13 @@ from typing import NamedTuple
 from torch import fx
 
 from zbfx.errors import InvalidSchedule, listed
-from zbfx.graphs import Phase, Role, Stage, add_node
+from zbfx.graphs import Forms, Phase, Role, Stage, add_node
 from zbfx.metrics import MetricKind
 from zbfx.plan import Action, Kind
 from zbfx.program import streams
 from zbfx.program.calls import Item, PhaseCall, Readers, arguments_of, bundles_of, packing_of
 from zbfx.program.chain import Chain, RankChain, Unfused, chain_of, loss_rank, order_of_ranks, summary_of
-from zbfx.program.messages import Message, SharedGradient, messages_of, release_positions, shared_gradients
+from zbfx.program.messages import Message, SharedGradient, messages_among, release_positions, shared_gradients
 from zbfx.program.rank_graph import RankGraph, Relay
 from zbfx.program.reductions import Bucket, RankReductions
 from zbfx.program.shared_sums import SharedSums
@@ -74,14 +74,19 @@ def generate(
     Raises `InvalidSchedule` where backwards would write a buffer in another order than that of the microbatches.
     """
     refuse_writes_out_of_order(stages, schedule)
-    messages = messages_of(stages, schedule)
-    shared = shared_gradients(stages, schedule.costs.placement)
+    forms = Forms.alike(stages, schedule.microbatches)
+    messages = messages_among(forms, schedule)
     if chain is None:
         ranks = order_of_ranks(schedule, loss_rank(stages, schedule.costs.placement))
         chain = chain_of(schedule, messages, ranks, summary_of(stages, metrics))
+    whole = Whole.of(forms, schedule, messages, chain)
     summed: Sequence[RankReductions | None] = reductions or [None] * len(schedule.ranks)
-    whole = Whole(stages, schedule, Unfused.of(schedule), messages, shared, Readers.of(stages), chain)
-    return tuple(RankProgram(whole, rank, own).generate() for rank, own in enumerate(summed))
+    return tuple(rank_program(whole, rank, own) for rank, own in enumerate(summed))
+
+
+def rank_program(whole: Whole, rank: int, reductions: RankReductions | None) -> Program:
+    """The program of one rank. `reductions`: what it sums over replicas; None: there are none."""
+    return RankProgram(whole, rank, reductions).generate()
 
 
 def refuse_writes_out_of_order(stages: Sequence[Stage], schedule: Schedule) -> None:
@@ -105,23 +110,29 @@ def optimizer_program(chain: Chain, schedule: Schedule, rank: int) -> Program:
 
 @dataclass(frozen=True)
 class Whole:
-    """What the programs of all ranks are made of."""
+    """What the programs of all ranks are made of. `shared` is the same for all forms; `readers` has one entry each."""
 
-    stages: Sequence[Stage]
+    forms: Forms
     schedule: Schedule
     unfused: Unfused
     messages: Sequence[Message]
     shared: Sequence[SharedGradient]
-    readers: Readers
+    readers: Sequence[Readers]
     chain: Chain
+
+    @classmethod
+    def of(cls, forms: Forms, schedule: Schedule, messages: Sequence[Message], chain: Chain) -> Whole:
+        shared = shared_gradients(forms.stages[0], schedule.costs.placement)
+        readers = [Readers.of(stages) for stages in forms.stages]
+        return cls(forms, schedule, Unfused.of(schedule), messages, shared, readers, chain)
 
 
 class RankProgram:
-    """Builds the graph of one rank. `values` maps (value or bundle, microbatch) to the node that holds it. What a
-    prologue makes is of no microbatch: None."""
+    """Builds the graph of one rank. `values` maps (value or bundle, microbatch) to the node that holds it. What the
+    prologue of form k makes is of no microbatch: -1 - k stands in its place."""
 
     def __init__(self, whole: Whole, rank: int, reductions: RankReductions | None) -> None:
-        self.whole, self.stages, self.rank = whole, whole.stages, rank
+        self.whole, self.forms, self.rank = whole, whole.forms, rank
         self.order, schedule = whole.unfused.ranks[rank], whole.schedule
         self.beside = dict(schedule.beside)
         self.guests = {host: guest for guest, host in schedule.beside}
@@ -129,11 +140,11 @@ class RankProgram:
         self.incoming = [m for m in whole.messages if m.target == rank]
         self.reductions = reductions or RankReductions(())
         self.nodes = RankGraph()
-        own = [stage for stage in self.stages if schedule.costs.placement[stage.index] == rank]
+        own = [stage for stage in self.forms.stages[0] if schedule.costs.placement[stage.index] == rank]
         self.last = [port for stage in own for phase in stage.phases.values() for port in phase.last]
         self.microbatches = [self.nodes.graph.placeholder(f"microbatch_{k}") for k in range(schedule.microbatches)]
-        self.values: dict[tuple[Item, int | None], fx.Node] = {}
-        self.kept: dict[int, tuple[Item, ...]] = {}  # by stage, the bundles of its prologue
+        self.values: dict[tuple[Item, int], fx.Node] = {}
+        self.kept: dict[tuple[int, int], tuple[Item, ...]] = {}  # by form and stage, the bundles of its prologue
         self.part = RankChain(whole.chain, whole.unfused, self.incoming, rank)
         self.relay = Relay(self.nodes, self.part)
         buckets = None if reductions is None else [bucket for bucket in reductions.buckets if bucket.shared]
@@ -147,8 +158,8 @@ class RankProgram:
         posts, releases = part.posts(self.order), self.releases()
         sent = by_action((message.ends[0], message) for message in self.outgoing)
         received = by_action((message.ends[1], message) for message in self.incoming)
-        calls = reductions.calls(self.order, self.stages)
-        starts, reads = reductions.starts(calls), reductions.reads(calls, self.stages)
+        calls = reductions.calls(self.order, self.forms)
+        starts, reads = reductions.starts(calls), reductions.reads(calls, self.early())
         for bucket in (bucket for position in sorted(reads) for bucket in reads[position]):
             nodes.gather(bucket)
         final: dict[Action, list[Bucket]] = defaultdict(list)  # by the action that completes the gradients
@@ -163,8 +174,8 @@ class RankProgram:
             for message in received[action]:
                 self.unpack(nodes.receive(message), message.names, action.microbatch)
             if action not in self.beside and not phase.is_empty:
-                call = self.call_of(phase)
-                self.unpack(self.call_phase(action, phase.name, call), call.returned, action.microbatch)
+                name, call = self.call_of(phase, self.forms.of[action.microbatch])
+                self.unpack(self.call_phase(action, name, call), call.returned, action.microbatch)
             for message in sent[action]:
                 nodes.send(message, [self.values[name, action.microbatch] for name in message.names])
             if joins:
@@ -187,12 +198,22 @@ class RankProgram:
     def run_prologues(self) -> None:
         """Make what the rank's stages keep: before the verdict on an optimizer step, if forwards are, and again with
         them where that was wrong."""
-        for stage in (self.stages[index] for index in self.whole.schedule.costs.stages_of(self.rank)):
-            phase = stage.phases[Kind.P]
-            if not phase.is_empty:
-                call = self.call_of(phase)
-                self.kept[stage.index] = call.returned
-                self.unpack(self.call_phase(Action(Kind.P, stage.index, 0), phase.name, call), call.returned, None)
+        for index in self.own_stages():
+            for form, stages in enumerate(self.forms.stages):
+                phase = stages[index].phases[Kind.P]
+                if not phase.is_empty and self.forms.prologue(form, index) == form:
+                    name, call = self.call_of(phase, form)
+                    self.kept[form, index] = call.returned
+                    node = self.call_phase(Action(Kind.P, index, self.forms.of.index(form)), name, call)
+                    self.unpack(node, call.returned, -1 - form)
+
+    def own_stages(self) -> tuple[int, ...]:
+        return self.whole.schedule.costs.stages_of(self.rank)
+
+    def early(self) -> set[str]:
+        """The parameters that prologues read."""
+        stages = [stages[index] for stages in self.forms.stages for index in self.own_stages()]
+        return {name for stage in stages for name in stage.phases[Kind.P].parameters}
 
     def releases(self) -> dict[int, list[Message]]:
         releases = release_positions(self.outgoing, self.order, self.whole.unfused.start_s)
@@ -240,10 +261,11 @@ class RankProgram:
 
     def fork(self, action: Action) -> tuple[fx.Node, ...]:
         """Start a W on the second stream; returns the arguments of its join."""
-        phase = self.stages[action.stage].phases[action.kind]
+        phase = self.forms.phase(action)
         if phase.is_empty:
             return ()
-        call, name = self.call_of(phase), f"{phase.name}_beside"
+        alone, call = self.call_of(phase, self.forms.of[action.microbatch])
+        name = f"{alone}_beside"
         self.nodes.modules.setdefault(name, streams.Beside(call))
         started = self.call_phase(action, name, call)
         return (started, *started.all_input_nodes)
@@ -251,28 +273,33 @@ class RankProgram:
     def call_phase(self, action: Action, module: str, call: PhaseCall) -> fx.Node:
         """A node that runs a phase for the action's microbatch, through the module of this name."""
         k = action.microbatch
-        kept = self.kept.get(action.stage, ())
-        args = (self.microbatches[k], *(self.values[item, None if item in kept else k] for item in call.arguments))
+        form = self.forms.prologue(self.forms.of[k], action.stage)
+        kept = self.kept.get((form, action.stage), ())
+        args = (self.microbatches[k], *(self.values[item, -1 - form if item in kept else k] for item in call.arguments))
         node = add_node(self.nodes.graph, "call_module", module, args, f"{call.phase.name}_{k}")
         node.meta["action"] = action
         return node
 
-    def call_of(self, phase: Phase) -> PhaseCall:
-        """The module that runs a phase, one for all microbatches."""
-        known = self.nodes.modules.get(phase.name)
+    def call_of(self, phase: Phase, form: int) -> tuple[str, PhaseCall]:
+        """The module that runs a phase, one for all microbatches of a form, and its name."""
+        name = f"{phase.name}_form{form}" if form else phase.name
+        known = self.nodes.modules.get(name)
         if isinstance(known, PhaseCall):
-            return known
-        bundles = bundles_of(self.stages[phase.stage], self.whole.readers)
+            return name, known
+        bundles = bundles_of(self.forms.stages[form][phase.stage], self.whole.readers[form])
         call = PhaseCall(phase, arguments_of(phase, bundles), packing_of(phase, bundles[phase.kind]))
-        self.nodes.modules[phase.name] = call
-        return call
+        self.nodes.modules[name] = call
+        return name, call
 
-    def unpack(self, node: fx.Node, items: Sequence[Item], microbatch: int | None) -> None:
+    def unpack(self, node: fx.Node, items: Sequence[Item], microbatch: int) -> None:
         for index, item in enumerate(items):
             if isinstance(item, str):
                 name = f"{item}_m{microbatch}"
+            elif microbatch < 0:
+                name = f"{node.name}_kept"
             else:
-                name = f"{node.name}_" + ("kept" if microbatch is None else f"for_{self.whole.readers.last(item[0])}")
+                readers = self.whole.readers[self.forms.of[microbatch]]
+                name = f"{node.name}_for_{readers.last(item[0])}"
             self.values[item, microbatch] = self.nodes.add(operator.getitem, (node, index), name)
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zbfx.graphs import Role, Stage
+from zbfx.graphs import Forms, Role, Stage
 from zbfx.plan import Action, Kind, parts
 from zbfx.schedule.schedule import Schedule
 from zbfx.trace.signature import dense_stride
@@ -38,7 +38,7 @@ class TensorLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Values that one action makes for a stage on another rank. `key` reads like `F0.3>1`: by F0.3, for stage 1."""
+    """SentValues that one action makes for a stage on another rank. `key` reads like `F0.3>1`: by F0.3, for stage 1."""
 
     key: str
     producer: Action | None  # None: after the last action
@@ -72,24 +72,47 @@ def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> TensorLayout:
     return TensorLayout(shape, tuple(torch.empty(shape, device="meta").stride()), dtype)
 
 
-def messages_of(stages: Sequence[Stage], schedule: Schedule) -> list[Message]:
-    """Every message of a step, each sender's in the order in which it sends them."""
-    placement = schedule.costs.placement
+class SentValues(NamedTuple):
+    """What an action of a microbatch sends to a stage on another rank."""
+
+    target: int  # stage
+    names: tuple[str, ...]
+    layouts: tuple[TensorLayout, ...]
+
+
+def sent_values(stages: Sequence[Stage], placement: Sequence[int]) -> dict[tuple[int, Kind], list[SentValues]]:
+    """By stage and kind of the action, what it sends in a microbatch of these stages; targets ascend."""
     needs: dict[tuple[int, Kind], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))  # -> by target stage
     for stage in stages:
         for name in dict.fromkeys(name for kind in (Kind.F, Kind.B, Kind.W) for name in stage.phases[kind].values):
             source, kind = stage.origins[name]
             if placement[source] != placement[stage.index]:
                 needs[source, kind][stage.index].append(name)
-    sent = {source: once_for_each_rank(source, targets, placement) for source, targets in needs.items()}
+    return {
+        maker: [
+            SentValues(target, tuple(names), tuple(layout_of(stages[target].examples[name]) for name in names))
+            for target, names in once_for_each_rank(maker, targets, placement).items()
+        ]
+        for maker, targets in needs.items()
+    }
+
+
+def messages_of(stages: Sequence[Stage], schedule: Schedule) -> list[Message]:
+    """Every message of a step whose microbatches are alike, each sender's in the order in which it sends them."""
+    return messages_among(Forms.alike(stages, schedule.microbatches), schedule)
+
+
+def messages_among(forms: Forms, schedule: Schedule) -> list[Message]:
+    """Every message of a step, each sender's in the order in which it sends them."""
+    placement = schedule.costs.placement
+    sent = [sent_values(stages, placement) for stages in forms.stages]
     messages = []
     for rank, order in enumerate(schedule.ranks):
         for producer in (part for action in order for part in parts(action)):
-            for target, names in sent.get((producer.stage, producer.kind), {}).items():  # targets ascend
+            for target, names, layouts in sent[forms.of[producer.microbatch]].get((producer.stage, producer.kind), ()):
                 reader = reader_of(producer.stage, producer.kind, target)
                 ends = producer, Action(reader, target, producer.microbatch), rank, placement[target]
-                layouts = tuple(layout_of(stages[target].examples[name]) for name in names)
-                messages.append(Message(f"{producer}>{target}", *ends, tuple(names), layouts))
+                messages.append(Message(f"{producer}>{target}", *ends, names, layouts))
     return messages
 
 

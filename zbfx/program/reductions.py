@@ -5,12 +5,12 @@ program, and the call after which each sum starts."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from zbfx.graphs import Phase, Stage
+from zbfx.graphs import Forms, Phase
 from zbfx.plan import Action, Kind
 from zbfx.program.messages import SharedGradient, TensorLayout
 
@@ -69,25 +69,24 @@ class RankReductions:
         """These buckets with ZeRO-1: their parameters are collected from the replicas."""
         return replace(self, shards=self.buckets)
 
-    def reads(self, calls: Sequence[tuple[Action, Phase]], stages: Sequence[Stage]) -> dict[int, list[Bucket]]:
-        """By position of the call, the shards that must be collected before it: before the first what prologues
-        read."""
+    def reads(self, calls: Sequence[tuple[Action, Phase]], early: Collection[str]) -> dict[int, list[Bucket]]:
+        """By position of the call, the shards that must be collected before it: before the first what prologues read,
+        the parameters `early`."""
         found: dict[int, list[Bucket]] = defaultdict(list)
-        early = {name for stage in {a.stage for a, _ in calls} for name in stages[stage].phases[Kind.P].parameters}
         for bucket in self.shards:
             names = set(bucket.names)
-            if names & early:
+            if not names.isdisjoint(early):
                 found[0].append(bucket)
                 continue
             first = next((k for k, (_, phase) in enumerate(calls) if names & set(phase.parameters)), 0)
             found[first].append(bucket)
         return found
 
-    def calls(self, order: Sequence[Action], stages: Sequence[Stage]) -> list[tuple[Action, Phase]]:
+    def calls(self, order: Sequence[Action], forms: Forms) -> list[tuple[Action, Phase]]:
         """The phases that the rank runs, for its unfused order."""
         first = len(order) - self.trailing
         assert all(action.kind is Kind.W for action in order[first:]), "only Ws run in parts"
-        calls = [(action, stages[action.stage].phases[action.kind]) for action in order[:first]]
+        calls = [(action, forms.phase(action)) for action in order[:first]]
         for bucket in self.buckets:
             for action in order[first:]:
                 if bucket.key in self.pieces[action.stage]:  # else another bucket's part makes its gradients

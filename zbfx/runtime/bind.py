@@ -21,7 +21,7 @@ from zbfx.runtime.agreement import agree, prepare, refuse_other_values, warn_of_
 from zbfx.runtime.captured import Captured, Launched
 from zbfx.runtime.digest import digest
 from zbfx.runtime.engine import rank_engine
-from zbfx.runtime.engines import Reorder, Variant
+from zbfx.runtime.engines import MakesFurther
 from zbfx.runtime.flat import Shards
 from zbfx.runtime.options import BindOptions, StepOptions
 from zbfx.runtime.ranks import AllHere, OneOfMany
@@ -32,20 +32,14 @@ from zbfx.trace.tensor_parallel import groups_of, refuse_other_shards
 
 
 def local_step(
-    pipe: Compiled,
-    source: Source,
-    ranks: AllHere,
-    options: StepOptions,
-    variant: Variant,
-    reorder: Reorder,
-    weights: Any,
+    pipe: Compiled, source: Source, ranks: AllHere, options: StepOptions, variants: MakesFurther, weights: Any
 ) -> Step:
     engine = ranks.engine(pipe, Tensors(source.tensors, pipe.joint.constants))
     seed = torch.initial_seed() if options.seed is None else options.seed
     if weights is not None:
         fill(source, weights, engine.tensor_names, source.tensors.keys() - engine.tensor_names, pipe.device, seed)
     prepare(pipe, source, engine)
-    return Step(engine, replace(options, seed=seed), ranks, Launched(), source, variant, reorder)
+    return Step(engine, replace(options, seed=seed), ranks, Launched(), source, variants)
 
 
 def process_place(pipe: Compiled, source: Source, rank_or_mesh: int | DeviceMesh | None, options: BindOptions) -> Place:
@@ -71,8 +65,7 @@ def bound_step(
     compiler: Compiler,
     ranks: OneOfMany,
     options: StepOptions,
-    variant: Variant,
-    reorder: Reorder,
+    variants: MakesFurther,
     weights: Any,
 ) -> Step:
     """This process's step of the pipeline, where all ranks hold the same one, with its tensors in place and equal, and
@@ -106,7 +99,7 @@ def bound_step(
     channels.users = groups_of(source.named)
     engine.run_phases_by(compiler)
     launch = Captured() if pipe.options.runs.captures else Launched()
-    return Step(engine, replace(options, seed=seed), ranks, launch, source, variant, reorder, compiler)
+    return Step(engine, replace(options, seed=seed), ranks, launch, source, variants, compiler)
 
 
 def spare_names(source: Source, holders: Collection[str], rank: int) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -56,18 +56,22 @@ class BatchResults:
 class Engine:
     """The runners of the ranks in this process. `weight` is the gradient of the batch's loss by a microbatch's, and
     `loss_gradient`, which every backward starts from, `scale()` times that: both are rewritten before each run.
-    `channels` lead to the other ranks and replicas, if any; `static` and `captured` belong to captured steps; `runs`
+    `channels` lead to the other ranks and replicas, if any; `counts` are the numbers of microbatches of the replicas;
+    `held_bytes` is what programs hold at their worst; `static` and `captured` belong to captured steps; `runs`
     counts."""
 
     pipe: Compiled
     runners: Sequence[RankRunner]
     channels: Channels | None = None
+    counts: tuple[int, ...] = ()  # (): all have that of the pipeline
     scale: Callable[[], float] = lambda: 1.0
+    held_bytes: Mapping[int, float] = field(default_factory=dict)  # by rank, where a limit is to be kept
     static: Any = None
     captured: Any = None
     runs: int = 0
 
     def __post_init__(self) -> None:
+        self.counts = self.counts or (self.pipe.reduction.microbatches,) * self.replicas
         self.weight = self.pipe.reduction.zeros(self.pipe.device)
         self.loss_gradient = torch.zeros_like(self.weight)
         for runner in self.runners:
@@ -189,11 +193,11 @@ class Engine:
         """Set the gradient that each backward starts from."""
         names = [spec.name for spec in self.pipe.signature.tensors]
         named = [dict(zip(names, row, strict=True)) for row in rows]
-        tokens = self.pipe.reduction.tokens(named)
+        tokens = self.pipe.tokens(named)
         if tokens is not None and self.channels and self.replicas > 1:
             tokens = on_device(tokens, self.pipe.device)
             self.channels.sum_over_replicas(tokens).wait()
-        self.pipe.reduction.weigh(self.weight, tokens, self.replicas)
+        self.pipe.reduction.weigh(self.weight, tokens, sum(self.counts))
         self.rescale()
 
     def scale_by(self, scale: Callable[[], float]) -> None:
@@ -206,21 +210,30 @@ class Engine:
         """The loss and the metrics of the batch over all replicas, from those of this one's microbatches: all losses,
         then all values of each part of a metric. On the rank that has them."""
         count = self.pipe.reduction.microbatches
-        columns = [torch.stack(list(terms[k : k + count])) for k in range(0, len(terms), count)]
+        columns = [torch.stack(self.by_row(terms[k : k + count])) for k in range(0, len(terms), count)]
         if self.channels and self.replicas > 1:
-            columns = together(columns, self.channels.from_replicas)
+            columns = together(columns, self.channels.from_replicas, self.counts)
         losses, *values = columns
         return (self.pipe.reduction.combine(losses.unbind(), self.weight), *metrics_of_batch(self.pipe, values))
 
+    def by_row(self, values: Sequence[T]) -> list[T]:
+        """What each microbatch of the programs has made, in the order of the batch."""
+        return [value for _, value in sorted(zip(self.pipe.order, values, strict=True), key=lambda pair: pair[0])]
+
     def inputs(self, rows: Sequence[Sequence[Tensor]], runner: RankRunner, seed: int) -> list[ops.Microbatch]:
         """The microbatches with the tensors that a rank reads, on its device, with the strides of the trace."""
-        specs, device, names = self.pipe.signature.tensors, self.pipe.device, runner.input_names
-        first = self.replica * len(rows)  # random numbers are those of one process with the batches of all replicas
-        read = [
-            {s.name: ops.laid_out(on_device(t, device), s) for s, t in zip(specs, row, strict=True) if s.name in names}
-            for row in rows
-        ]
-        return [ops.Microbatch(row, rng.mix(seed, first + index)) for index, row in enumerate(read)]
+        device, names = self.pipe.device, runner.input_names
+        first = sum(self.counts[: self.replica])  # random numbers are those of one process with all batches
+        read = {
+            k: {
+                s.name: ops.laid_out(on_device(t, device), s)
+                for s, t in zip(specs, row, strict=True)
+                if s.name in names
+            }
+            for k, row in enumerate(rows)
+            for specs in [self.pipe.specs(k)]
+        }
+        return [ops.Microbatch(read[k], rng.mix(seed, first + k)) for k in self.pipe.order]
 
     def run(self, rows: Sequence[Sequence[Tensor]], seed: int, step: int) -> BatchResults:
         """Run all programs."""
@@ -229,26 +242,35 @@ class Engine:
 
     def results(self, found: Sequence[Mapping[Result, Tensor]]) -> BatchResults:
         """What the programs of this process's ranks have returned."""
-        own: dict[str, list[Tensor]] = defaultdict(list)
+        own: dict[str, list[Tensor]] = defaultdict(list)  # by microbatch of the programs, then by row
         for result, value in (pair for of_rank in found for pair in of_rank.items()):
             if result.microbatch is not None:
                 own[result.name].append(value)
         summary = [found[0][Result(name, None)] for name, _ in self.runners[0].program.chain.summary]
         metrics = zip((kind.name for kind in self.pipe.joint.metrics), summary[1:], strict=True)
+        own = {name: self.by_row(values) for name, values in own.items()}
         losses = tuple(own.pop(LOSS, ()))
         return BatchResults(losses, summary[0] if summary else None, dict(metrics), own)
 
 
-def together(columns: Sequence[Tensor], gather: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Each column of values, from all replicas, in one exchange, byte for byte."""
+def together(columns: Sequence[Tensor], gather: Callable[[Tensor], Tensor], counts: Sequence[int]) -> list[Tensor]:
+    """Each column of values, from all replicas, in one exchange, byte for byte. `counts` are their lengths there."""
+    longest = max(counts)
+    columns = [filled(column, longest) for column in columns]
     if len(columns) == 1:
-        return [gather(columns[0]).flatten(0, 1)]
-    bits = [column.contiguous().reshape(-1).view(torch.uint8) for column in columns]
-    parts = gather(torch.cat(bits)).split([len(part) for part in bits], dim=1)
-    return [
-        part.contiguous().view(column.dtype).view(-1, *column.shape[1:])
-        for part, column in zip(parts, columns, strict=True)
-    ]
+        found = [gather(columns[0])]
+    else:
+        bits = [column.contiguous().reshape(-1).view(torch.uint8) for column in columns]
+        parts = gather(torch.cat(bits)).split([len(part) for part in bits], dim=1)
+        pairs = zip(parts, columns, strict=True)
+        found = [part.contiguous().view(column.dtype).view(len(counts), *column.shape) for part, column in pairs]
+    return [torch.cat([column[:count] for column, count in zip(of_all, counts, strict=True)]) for of_all in found]
+
+
+def filled(column: Tensor, length: int) -> Tensor:
+    """The column, with zeros behind it."""
+    short = length - len(column)
+    return torch.cat([column, column.new_zeros(short, *column.shape[1:])]) if short else column
 
 
 def metrics_of_batch(pipe: Compiled, values: Sequence[Tensor]) -> list[Tensor]:
@@ -290,7 +312,7 @@ def local_runners(pipe: Compiled, programs: Sequence[Program], tensors: Tensors,
 
 def rank_engine(pipe: Compiled, tensors: Tensors, channels: Channels) -> Engine:
     """One rank, whose messages go over `channels` (opened by whoever calls this on every rank)."""
-    program = pipe.programs[channels.place.rank]
+    program = pipe.program(channels.place.rank)
     reductions = pipe.reductions[program.rank] if pipe.reductions else RankReductions(())
     sharded = {bucket.key for bucket in reductions.shards if not bucket.shared}
     transport = GroupTransport(program.messages, channels, sharded=sharded)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from zbfx.arguments import kind_of
-from zbfx.compiled import Compiled
+from zbfx.compiled import Compiled, Form
 from zbfx.errors import InputError
 from zbfx.graphs import Phase
 from zbfx.program.boxed import Boxed, boxed
 from zbfx.runtime.captured import Launched
 from zbfx.runtime.delivery import Delivery
 from zbfx.runtime.engine import Batch, Engine
+from zbfx.runtime.mixing import Mixing
 from zbfx.runtime.options import StepOptions
 from zbfx.runtime.pace import ActionKind
 from zbfx.runtime.ranks import Ranks
@@ -22,10 +23,17 @@ from zbfx.trace.wanted import EVALUATION, TRAINING, Request, Wanted
 PAIRS = "a list of (positional arguments, keyword arguments), like ((inputs, targets), {}), one for each microbatch"
 
 
-# (args, kwargs, microbatches, request) -> the pipeline for a microbatch of other shapes, or for another request.
-Variant = Callable[[Sequence[Any], Mapping[str, Any], int, Request], Compiled]
-# (pipeline, measured seconds) -> the pipeline of the same stages in the order that is fastest for those.
-Reorder = Callable[[Compiled, Mapping[ActionKind, float]], Compiled]
+class MakesFurther(Protocol):
+    """Makes what was not compiled for (`zbfx.variants`)."""
+
+    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any], microbatches: int, request: Request) -> Compiled:
+        """The pipeline for a microbatch of other shapes, or for another request."""
+
+    def form(self, args: Sequence[Any], kwargs: Mapping[str, Any], request: Request) -> Form:
+        """The stages of such a microbatch, for steps whose microbatches are unlike."""
+
+    def reordered(self, pipe: Compiled, seconds: Mapping[ActionKind, float]) -> Compiled:
+        """The pipeline of the same stages in the order that is fastest for measured seconds."""
 
 
 class Engines:
@@ -38,20 +46,21 @@ class Engines:
         options: StepOptions,
         ranks: Ranks,
         launch: Launched,
-        variant: Variant,
+        variants: MakesFurther,
         check: Callable[[Collection[str]], None],
         compiler: Callable[[Phase], Boxed] = boxed,
     ) -> None:
         """`check` looks at the tensors of these names, which an engine that was built may be the first to read."""
         self.first, self.options, self.ranks, self.launch = first, options, ranks, launch
-        self.variant, self.check, self.compiler = variant, check, compiler
+        self.variants, self.check, self.compiler = variants, check, compiler
         self.requests = [Request(wanted, first.pipe.signature) for wanted in (TRAINING, EVALUATION)]
         self.others: dict[tuple[object, ...], Engine] = {}
         self.chain: tuple[tuple[int, ...], int] | None = None
+        self.mixing = Mixing(lambda: self.first, ranks, variants.form, compiler, launch.prepare)
         launch.prepare(first)
 
     def __iter__(self) -> Iterator[Engine]:
-        return iter((self.first, *self.others.values()))
+        return iter((self.first, *self.others.values(), *self.mixing.engines.kept.values()))
 
     @property
     def tensor_names(self) -> set[str]:
@@ -64,22 +73,30 @@ class Engines:
         engine = self.engine_for(args, kwargs, count, self.requests[0])
         return engine.with_data(engine.pipe.signature.split(args, kwargs, count))
 
-    def split_batch(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Batch:
-        """The engine and the microbatches of a training step whose batch is cut already."""
-        if not isinstance(batches, Sequence) or isinstance(batches, str):
-            raise InputError(f"run_split takes {PAIRS}; found {kind_of(batches)}")
-        for index, pair in enumerate(batches):
-            if not is_pair(pair):
-                raise InputError(f"run_split takes {PAIRS}; found {kind_of(pair)} for microbatch {index}")
+    def split_batch(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]], call: str) -> Batch:
+        """The engine and the microbatches of a training step whose batch is cut already. Where further shapes are
+        allowed, microbatches may be unlike, and any number of them."""
+        refuse_no_pairs(batches, call)
         signature, count = self.first.pipe.signature, self.first.pipe.reduction.microbatches
+        if not self.options.refuses_shapes:
+            return self.mixing.batch(batches, self.requests[0])
         if len(batches) != count:
             raise InputError(
-                f"run_split takes a pair for each microbatch: expected {count} microbatches, found {len(batches)}"
+                f"run_split takes a pair for each microbatch: expected {count} microbatches, found {len(batches)}. "
+                f"Others, of any number and shapes, run with on_new_shape='symbolic' or 'recompile'"
             )
         for args, kwargs in batches:
             signature.refuse_gradients(args, kwargs)
         self.ranks.given(signature.batch_shapes(count))
         return self.first.with_data([signature.split(args, kwargs, 1)[0] for args, kwargs in batches])
+
+    def evaluated_batch(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]], call: str) -> Batch:
+        """As `split_batch`, to evaluate, for any number of microbatches."""
+        refuse_no_pairs(batches, call)
+        signature = self.first.pipe.signature
+        for args, kwargs in batches if self.options.refuses_shapes else ():
+            signature.split(args, kwargs, 1)
+        return self.mixing.batch(batches, self.requests[1])
 
     def forward_batch(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], wanted: Wanted, delivery: Delivery
@@ -114,7 +131,7 @@ class Engines:
         key = (request, microbatches, *(tuple(tensor.shape) for tensor in tensors))
         if key not in self.others:
             example = signature.first_microbatch(args, kwargs, microbatches)
-            pipe = self.variant(*example, microbatches, request)
+            pipe = self.variants.of(*example, microbatches, request)
             self.others[key] = self.build(self.validated(pipe) if trains else pipe)
             self.check(self.tensor_names)
         return self.others[key]
@@ -128,7 +145,7 @@ class Engines:
 
     def validate(self, ranks: tuple[int, ...], state_size: int) -> None:
         """Run, from now on, programs for optimizer steps without a barrier (`zbfx.program.chain`)."""
-        self.chain = (ranks, state_size)
+        self.chain = self.mixing.chain = (ranks, state_size)
         self.replace_first(self.first.pipe)
 
     def replace_first(self, pipe: Compiled) -> None:
@@ -145,3 +162,15 @@ class Engines:
         # What is watched from now on is neither loaded nor captured; a graph would live as long as its engine's cycles.
         self.first.forget()
         self.others.clear()
+        self.mixing.engines.kept.clear()
+
+
+def refuse_no_pairs(batches: Any, call: str) -> None:
+    """Raises `InputError` for what is no list of the arguments of microbatches."""
+    if not isinstance(batches, Sequence) or isinstance(batches, str):
+        raise InputError(f"{call} takes {PAIRS}; found {kind_of(batches)}")
+    for index, pair in enumerate(batches):
+        if not is_pair(pair):
+            raise InputError(f"{call} takes {PAIRS}; found {kind_of(pair)} for microbatch {index}")
+    if not batches:
+        raise InputError(f"{call} takes {PAIRS}; found an empty list")

@@ -49,8 +49,9 @@ class AllHere:
         """Do `work` on every rank. What one rank refuses, all refuse, as they do arguments that differ."""
         return work()
 
-    def admit(self, take: Callable[[], Batch]) -> Batch:
-        """The batch of a call, once all ranks and replicas have one like it."""
+    def admit(self, take: Callable[[], Batch], *, apart: bool = False) -> Batch:
+        """The batch of a call, once all ranks and replicas have one like it. `apart`: `take` settles with them which
+        batches they have."""
         return take()
 
     def all_refuse(self) -> bool:
@@ -63,8 +64,16 @@ class AllHere:
     def check_batches(self) -> None:
         """Raise if batches of earlier steps are known by now to differ."""
 
+    def names(self) -> list[str]:
+        """The names of all processes of all replicas, in order."""
+        return ["this process"]
+
     def everywhere(self, value: T) -> list[T]:
         """The picklable value of every process of all replicas, in order."""
+        return [value]
+
+    def before_step(self, value: T) -> list[T]:
+        """What `everywhere` does, without waiting for what devices have to do."""
         return [value]
 
     def along(self, value: T) -> list[T]:
@@ -99,6 +108,10 @@ class AllHere:
 
     def engine(self, pipe: Compiled, tensors: Tensors) -> Engine:
         """The pipeline's programs of this process on live tensors, connected."""
+        return self.running(pipe, tensors)
+
+    def running(self, pipe: Compiled, tensors: Tensors) -> Engine:
+        """As `engine`, for programs whose messages go between ranks that are connected."""
         return Engine(pipe, local_runners(pipe, pipe.programs, tensors, self.mailbox))
 
     def transports(self, programs: Sequence[Program], pairs: Collection[tuple[int, int]]) -> list[Transport]:
@@ -153,9 +166,9 @@ class OneOfMany:
 
         return agreed(call, work, arguments, gather, self.channels.place.names())
 
-    def admit(self, take: Callable[[], Batch]) -> Batch:
+    def admit(self, take: Callable[[], Batch], *, apart: bool = False) -> Batch:
         """Before the first send: what one replica refuses, all refuse, and all have batches of the same shapes."""
-        batch = take() if self.channels.control is None else self.admit_together(take)
+        batch = take() if apart or self.channels.control is None else self.admit_together(take)
         self.compare_first(batch)
         return batch
 
@@ -206,8 +219,14 @@ class OneOfMany:
         self.channels.history.given(self.shapes)
         return batch
 
+    def names(self) -> list[str]:
+        return self.channels.place.names()
+
     def everywhere(self, value: T) -> list[T]:
         return self.channels.gather(value)
+
+    def before_step(self, value: T) -> list[T]:
+        return self.channels.gather_before_step(value)
 
     def along(self, value: T) -> list[T]:
         return self.channels.gather_ranks(value)
@@ -251,6 +270,9 @@ class OneOfMany:
 
     def engine(self, pipe: Compiled, tensors: Tensors) -> Engine:
         self.channels.open(pipe.message_pairs)
+        return self.running(pipe, tensors)
+
+    def running(self, pipe: Compiled, tensors: Tensors) -> Engine:
         return rank_engine(pipe, tensors, self.channels)
 
     def transports(self, programs: Sequence[Program], pairs: Collection[tuple[int, int]]) -> list[Transport]:

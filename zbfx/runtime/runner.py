@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -16,7 +16,7 @@ from torch.profiler import record_function
 
 from zbfx._torch import gradient_dtype, profiler_records
 from zbfx.errors import PipelineFault
-from zbfx.graphs import Joint, Role
+from zbfx.graphs import Joint, Phase, Port, Role, Stage
 from zbfx.plan import Action, Kind
 from zbfx.program import calls, ops
 from zbfx.program.boxed import dying_values
@@ -55,14 +55,26 @@ class Pending(Protocol):
 
 @dataclass(frozen=True)
 class Tensors:
-    """The live tensors behind the names of a graph: parameters and buffers by canonical name, and the constants."""
+    """The live tensors behind the names of a graph: parameters and buffers by canonical name, and the constants. Where
+    phases are of several graphs, `apart` has the constants of each, by the phase's identity."""
 
     named: Mapping[str, Tensor]
     constants: Mapping[str, Tensor]
+    apart: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
     def of(self, joint: Joint) -> Tensors:
         """For another graph of the same model, which has constants of its own."""
         return Tensors(self.named, joint.constants)
+
+    def among(self, forms: Sequence[tuple[Joint, Sequence[Stage]]]) -> Tensors:
+        """For stages of several graphs of the same model."""
+        apart = {
+            id(phase): joint.constants for joint, stages in forms for stage in stages for phase in stage.phases.values()
+        }
+        return Tensors(self.named, forms[0][0].constants, apart)
+
+    def constant(self, phase: Phase, name: str) -> Tensor:
+        return self.apart.get(id(phase), self.constants)[name]
 
 
 class RankRunner:
@@ -144,7 +156,7 @@ class RankRunner:
             assert self.shards is not None, "made as the pipeline was bound"
             module.tensor = self.shards.flat[module.name]
         for call in self.calls:
-            call.ports = [self.port_tensor(port.role, port.name, loss_gradient) for port in call.phase.ports]
+            call.ports = [self.port_tensor(call.phase, port, loss_gradient) for port in call.phase.ports]
         if self.pending is None:  # else the gradients of the last step are needed until its verdict
             self.bind_gradients()
 
@@ -195,12 +207,14 @@ class RankRunner:
         if self.flat is not None and self.program.buckets:
             self.flat.finish()
 
-    def port_tensor(self, role: Role, name: str, loss_gradient: Tensor) -> Tensor | str:
-        if role is Role.INPUT:
-            return name
-        if role is Role.LOSS_GRADIENT:
+    def port_tensor(self, phase: Phase, port: Port, loss_gradient: Tensor) -> Tensor | str:
+        if port.role is Role.INPUT:
+            return port.name
+        if port.role is Role.LOSS_GRADIENT:
             return loss_gradient
-        return (self.tensors.constants if role is Role.CONSTANT else self.tensors.named)[name].detach()
+        is_constant = port.role is Role.CONSTANT
+        found = self.tensors.constant(phase, port.name) if is_constant else self.tensors.named[port.name]
+        return found.detach()
 
     def gradient(self, name: str) -> Tensor:
         """The tensor that a parameter's gradient is added to: its `.grad`, from zero if it has none."""

@@ -27,7 +27,7 @@ from zbfx.runtime.captured import Launched
 from zbfx.runtime.clipping import checked_norms, clip
 from zbfx.runtime.delivery import Delivery
 from zbfx.runtime.engine import Batch, BatchResults, Engine, T
-from zbfx.runtime.engines import Engines, Reorder, Variant
+from zbfx.runtime.engines import Engines, MakesFurther
 from zbfx.runtime.forwards import forwarded
 from zbfx.runtime.optimizer import Optimizer
 from zbfx.runtime.options import StepOptions
@@ -49,6 +49,7 @@ OFFERED = (
     "collect",
     "count",
     "evaluate",
+    "evaluate_split",
     "export",
     "forward",
     "full_state_dict",
@@ -88,15 +89,14 @@ class Step:
         ranks: Ranks,
         launch: Launched,
         source: Source,
-        variant: Variant,
-        reorder: Reorder,
+        variants: MakesFurther,
         compiler: Callable[[Phase], Boxed] = boxed,
     ) -> None:
         self.options, self.ranks, self.launch, self.modes = options, ranks, launch, source.modes
         trained = {name: p for runner in engine.runners for name, p in runner.parameters.items()}
-        self.source, self.reorder = source, reorder
+        self.source, self.reorder = source, variants.reordered
         self.watch = Watch(source, engine.pipe.device, trained | engine.parameters, engine.pipe.joint.replaced)
-        self.engines = Engines(engine, options, ranks, launch, variant, self.watch.check_tensors, compiler)
+        self.engines = Engines(engine, options, ranks, launch, variants, self.watch.check_tensors, compiler)
         self.look_out = LookOut({name: source.named[name] for name in engine.elsewhere}, self.unsettled)
         if self.look_out.elsewhere or engine.shards is not None:
             self.look_out.watch(source.model, source.loss_fn)
@@ -183,10 +183,26 @@ class Step:
     @uncompiled
     def run_split(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Tensor:
         """One step from microbatches that are cut already: (positional, keyword) arguments of each, in a list like
-        `[((inputs, targets), {}), ...]`."""
+        `[((inputs, targets), {}), ...]`. With on_new_shape="symbolic" or "recompile" their shapes may differ, and their
+        number may be any; that of each replica, too (docs/unlike.md)."""
         with self.alone():
             self.begin(self.numbered, batch=True)
-            return self.train(*self.admit(partial(self.engines.split_batch, batches)))
+            apart = not self.options.refuses_shapes
+            return self.train(*self.admit(partial(self.engines.split_batch, batches, "run_split"), apart=apart))
+
+    @uncompiled
+    def evaluate_split(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Tensor:
+        """The loss of microbatches that are cut already, in eval mode, as `evaluate` gives it of a batch. They come as
+        to `run_split`, any number of them, of any shapes that it takes."""
+        with self.alone():
+            if self.optimizer is not None:
+                self.optimizer.settle()
+            self.begin("evaluate_split", batch=True)
+            take = partial(self.engines.evaluated_batch, batches, "evaluate_split")
+            results = self.run(*self.admit(take, evaluation=True, apart=True))
+            self.metrics = results.metrics
+            assert results.loss is not None, "evaluations have a loss"
+            return results.loss
 
     @overload
     def evaluate(self, *args: Any, outputs: None = None, **kwargs: Any) -> Tensor: ...
@@ -442,8 +458,9 @@ class Step:
                 "step.close() before it; to go on, call init_process_group and bind the pipeline again"
             )
 
-    def admit(self, take: Callable[[], Batch], *, evaluation: bool = False) -> Batch:
-        """The engine and microbatches of a call, once all ranks and replicas have one like it."""
+    def admit(self, take: Callable[[], Batch], *, evaluation: bool = False, apart: bool = False) -> Batch:
+        """The engine and microbatches of a call, once all ranks and replicas have one like it. `apart`: `take` settles
+        with them which batches they have."""
         self.refuse_ended()
 
         def taken() -> Batch:
@@ -451,7 +468,7 @@ class Step:
             return take()
 
         try:
-            return self.ranks.admit(taken)
+            return self.ranks.admit(taken, apart=apart)
         except PipelineFault as error:
             self.fail(error)
             raise PipelineFault(self.fault or str(error)) from error

@@ -59,13 +59,13 @@ class Reduction:
         have none."""
         return None if self.count is None else torch.stack([self.count(row).double() for row in rows]).sum(0)
 
-    def weigh(self, weight: Tensor, tokens: Tensor | None, replicas: int = 1) -> None:
-        """Fill `weight` with the gradient of the batch's loss by the loss of each microbatch. `tokens` is the count of
-        the batches of all replicas."""
+    def weigh(self, weight: Tensor, tokens: Tensor | None, microbatches: int) -> None:
+        """Fill `weight` with the gradient of the batch's loss by the loss of each microbatch. `tokens` is the count,
+        and `microbatches` the number, of the batches of all replicas."""
         # The host must not wait for the device here. It would wait for the whole step before this one, and the device
         # then for the launches of this step.
         if tokens is None:
-            weight.fill_(1.0 / (self.microbatches * replicas) if self.name is LossReduction.MEAN else 1.0)
+            weight.fill_(1.0 / microbatches if self.name is LossReduction.MEAN else 1.0)
         else:
             weight.copy_(on_device(torch.where(tokens > 0, 1.0 / tokens, 0.0), weight.device))
 
