@@ -570,6 +570,48 @@ def outputs(device: torch.device) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+def checkpointed(device: torch.device, backend: str = "cudagraph") -> dict[str, dict[str, Any]]:
+    """What a captured step has after three steps, and the losses of three more. It saves that, at once and again aside
+    while these steps run; where that has been saved, it loads both, after steps of its own."""
+    torch.use_deterministic_algorithms(True)
+    folder = Path(sys.argv[2])
+    model, batch = model_and_batch(SMALL, MICROBATCHES * 2, device)
+    step = compiled(model, batch, MICROBATCHES, schedule="zb-2p", backend=backend).bind()
+    adamw = torch.optim.AdamW(step.parameters(), lr=1e-3)
+    post = zbfx.optim.PostValidated(adamw, step, max_norm=1e3)
+
+    def three_losses() -> Tensor:
+        losses = []
+        for _ in range(3):
+            losses.append(step(*batch))
+            post.step()
+            post.zero_grad()
+        return torch.stack(losses).cpu()
+
+    def state() -> dict[str, Tensor]:
+        named = dict(step.named_parameters())
+        moments = {
+            f"{name} {key}": adamw.state[p][key] for name, p in named.items() for key in ("exp_avg", "exp_avg_sq")
+        }
+        return {name: value.detach().cpu().clone() for name, value in {**named, **moments}.items()}
+
+    is_saved = (folder / "at once").is_dir()
+    three_losses()
+    found = {}
+    if not is_saved:
+        step.save(folder / "at once", optimizer=post)
+        aside = step.save(folder / "aside", async_=True, optimizer=post)
+        found["saved"] = {"state": state(), "losses": three_losses(), "count": step.count}
+        aside.wait()
+    for name in ("at once", "aside") if is_saved else ():
+        step.load(folder / name, optimizer=post)
+        found[name] = {"state": state(), "losses": three_losses(), "count": step.count}
+    post.settle()
+    found["captured"] = {"engines": [engine.captured is not None for engine in step.engines]}
+    step.close()
+    return found
+
+
 SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
     "equal": equal,
     "masters": masters,
@@ -588,6 +630,7 @@ SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
     "emptied": emptied,
     "profiled": profiled,
     "outputs": outputs,
+    "checkpointed": checkpointed,
 }
 
 

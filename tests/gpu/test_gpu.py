@@ -124,6 +124,21 @@ def test_forwards_are_compiled_and_captured_as_steps_are(tmp_path: Path) -> None
                     assert torch.equal(value, expected[name]), (backend, name)
 
 
+def test_captured_steps_are_saved_and_loaded(tmp_path: Path) -> None:
+    """Saved by two ranks, at once and beside further steps, and loaded by one that has trained: all bits, and the next
+    losses."""
+    ranks = launch(2, "checkpointed", tmp_path)
+    (one,) = launch(1, "checkpointed", tmp_path)
+    assert all(all(found.pop("captured")["engines"]) for found in (*ranks, one))
+    saved = {name: value for rank in ranks for name, value in rank["saved"]["state"].items()}
+    assert one.keys() == {"at once", "aside"}
+    for found in one.values():
+        assert found["state"].keys() == saved.keys()
+        assert all(torch.equal(value, saved[name]) for name, value in found["state"].items())
+        assert torch.equal(found["losses"], ranks[0]["saved"]["losses"])
+        assert found["count"] == ranks[0]["saved"]["count"] == 6
+
+
 def test_steps_do_not_wait_for_the_device(tmp_path: Path) -> None:
     first, other = launch(2, "unwaited", tmp_path)
     losses = [loss for case in first.values() for loss in case]
