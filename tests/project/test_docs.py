@@ -296,6 +296,21 @@ def test_rows_of_the_comparison_were_measured() -> None:
         ), (model, ranks, m, wanted)
 
 
+def test_figures_of_the_llama_were_measured() -> None:
+    """Milliseconds of steps and of phases on the page's part about one GPU, and FSDP2's: rows of `results/llama`."""
+
+    def rows(name: str) -> list[dict[str, float]]:
+        return [json.loads(row) for row in text_of(f"benchmarks/results/llama/{name}.jsonl").splitlines()]
+
+    page = text_of("docs/comparison.md")
+    about = page[page.index("## Beside torch.compile, on one GPU") : page.index("- **Sequences")]
+    steps = {f"{row['row_ms']:.1f}" for row in rows("whole_steps") if "row_ms" in row}
+    phases = {f"{row[key]:.1f}" for row in rows("phases") for key in ("plain_ms", "phases_ms") if key in row}
+    written = re.findall(r"\d+\.\d(?!\d|x|B)", about)
+    assert len(written) == 7
+    assert [figure for figure in written if figure not in steps | phases] == []
+
+
 def test_the_readme_is_short() -> None:
     assert len(text_of("README.md").splitlines()) <= 150
 
