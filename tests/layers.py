@@ -79,7 +79,7 @@ KNOW_ONLY: Mapping[str, tuple[str, ...]] = {
     "plan": ("errors",),
     "timing": ("errors", "plan", "timing"),
     "show": ("errors", "plan", "timing", "show"),
-    "schedule.schedule": ("plan", "show"),
+    "schedule.schedule": ("documents", "plan", "show"),
     "schedule.orders": ("documents", "errors", "plan", "schedule.orders"),
     "schedule.bounds": ("plan", "timing", "schedule.bounds"),
     "schedule.integer": ("errors", "timing", "schedule.integer"),

@@ -34,6 +34,7 @@ from zbfx.asked import (
     speaks,
     tell,
 )
+from zbfx.documents import write_text
 from zbfx.errors import ZbfxError
 from zbfx.named_model import EXAMPLE, named_arguments
 from zbfx.schedule import names
@@ -151,10 +152,8 @@ def show_command(options: argparse.Namespace) -> None:
     drawings = ((options.svg, schedule.svg), (options.html, schedule.html), (options.trace, chrome))
     files = [(path, draw) for path, draw in drawings if path is not None]
     for path, draw in files:
-        try:
-            path.write_text(draw())
-        except OSError as error:
-            raise ZbfxError(f"cannot write {path}: {error.strerror}") from error
+        write_text(path, draw())
+        print(f"wrote {path}")
     if not files:
         columns = options.width or max(LEAST_WIDTH, get_terminal_size((120, 24)).columns)
         Console().print(coloured_grid(schedule, columns, options.columns), soft_wrap=True, end="")
@@ -163,6 +162,7 @@ def show_command(options: argparse.Namespace) -> None:
 def compare_command(options: argparse.Namespace) -> None:
     check_problem(options)
     solved = partial(solve, options)
+    own: Schedule | None = None
     if options.target is not None:
         own = compiled_model(options).schedule
         solved = partial(replanned, own, limit_of(options))
@@ -183,20 +183,21 @@ def compare_command(options: argparse.Namespace) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     for schedule in plans:
-        table.add_row(*cells(schedule))
+        table.add_row(*cells(schedule, own or schedule))
     Console(width=max(100, get_terminal_size((120, 24)).columns)).print(table)
     for name, reason in refused.items():
         print(f"{name}: {str(reason).splitlines()[0]}")
 
 
-def cells(schedule: Schedule) -> tuple[str, ...]:
+def cells(schedule: Schedule, own: Schedule) -> tuple[str, ...]:
+    """A row of figures, in the units of `own`: a model's schedule has seconds and bytes."""
     gap = f"{schedule.gap:.2%}" if math.isfinite(schedule.gap) else "-"
     return (
         schedule.name,
-        f"{schedule.iteration_s:.6g}",
+        duration(schedule.iteration_s, own, 6),
         f"{schedule.bubble_rate:.5f}",
-        amount(max(schedule.peak_bytes), schedule),
-        f"{schedule.lower_bound_s:.6g}",
+        amount(max(schedule.peak_bytes), own),
+        duration(schedule.lower_bound_s, own, 6),
         "0, optimal" if schedule.gap == 0 else gap,
         f"{schedule.search_s:.2f}",
     )
@@ -226,10 +227,7 @@ def report_command(options: argparse.Namespace) -> None:
         text = page(Subject(schedule, compared=others(schedule, options.compare)))
     if not speaks():
         return
-    try:
-        options.out.write_text(text)
-    except OSError as error:
-        raise ZbfxError(f"cannot write {options.out}: {error.strerror}") from error
+    write_text(options.out, text)
     print(f"wrote {options.out} ({len(text.encode()) / 1e6:.1f} MB)")
 
 
@@ -274,7 +272,7 @@ def profile_command(options: argparse.Namespace) -> None:
         print(f"rank {rank} idles: {said or 'never'}")
     draw = {
         options.html: lambda path: pipe.report(path, profile=profile),
-        options.svg: lambda path: path.write_text(profile.svg()),
+        options.svg: lambda path: write_text(path, profile.svg()),
         options.trace: profile.trace,
     }
     for path, write in draw.items():

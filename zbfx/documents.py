@@ -1,9 +1,10 @@
-"""JSON files of users. In: a path. Out: what the file holds, or a `ZbfxError` that says why it is no document of one
-meaning."""
+"""Files of users that are text: JSON that is read, pictures and pages that are written. In: a path. Out: what the file
+holds, or a `ZbfxError` that says why it is no document of one meaning, or why it cannot be written."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from os import PathLike
 from pathlib import Path
@@ -26,6 +27,24 @@ def read_json(path: str | PathLike[str]) -> Any:
         raise ZbfxError(f"{path} is not JSON: {error}") from error
     except RecursionError as error:
         raise ZbfxError(f"{path} has {TOO_DEEP}") from error
+
+
+def write_text(path: str | PathLike[str], text: str) -> None:
+    """Write a whole file, or none: a write that is cut off leaves the file that was there. Raises `ZbfxError` where the
+    system refuses."""
+    whole = Path(os.path.realpath(path))
+    is_stream = whole.exists() and not whole.is_file()  # a terminal or a pipe; or a folder, which is refused
+    part = whole if is_stream else whole.with_name(f".{whole.name}.{os.getpid()}")
+    try:
+        try:
+            part.write_text(text)
+            part.replace(whole)
+        except BaseException:
+            if not is_stream:
+                part.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ZbfxError(f"cannot write {path}: {error.strerror}") from error
 
 
 def named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A model that the command line names: FILE.py:FUNCTION -> the arguments of `zbfx.compile`.
 
-Raises  `ZbfxError` for what names no such function, and for what the function returns instead.
+Raises  `ZbfxError` for what names no such function, and for what the function raises, or returns instead.
 """
 
 from __future__ import annotations
@@ -8,14 +8,16 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from zbfx.errors import ZbfxError, listed
+from zbfx.errors import ZbfxError, first_line, listed
 
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 EXAMPLE = "a function that returns the arguments of zbfx.compile as a dict, at least its model and example inputs"
 
 
@@ -28,12 +30,15 @@ def named_arguments(command: str, target: str) -> Mapping[str, Any]:
 
 
 def called(target: str, function: Callable[[], Mapping[str, Any]]) -> Any:
-    """What the function returns. Raises `ZbfxError` if it cannot be called without arguments."""
+    """What the function returns. Raises `ZbfxError` if it cannot be called without arguments, or raises an error."""
     try:
         inspect.signature(function).bind()
     except TypeError as error:
         raise ZbfxError(f"{target} is {EXAMPLE}; it takes arguments: {error}") from error
-    return function()
+    try:
+        return function()
+    except (Exception, SystemExit) as error:
+        raise ZbfxError(f"{target} raised {said(error)}, before anything was compiled") from error
 
 
 def checked_arguments(target: str, given: Any, signature: inspect.Signature) -> Mapping[str, Any]:
@@ -76,18 +81,26 @@ def load_module(place: str, usage: str) -> Any:
         raise ZbfxError(f"{usage}: {place!r} is neither a .py file nor the name of a module")
     try:
         return load_file(Path(place)) if is_file else importlib.import_module(place)
-    except SyntaxError as error:
-        raise ZbfxError(f"{place} does not import: {type(error).__name__}: {error}") from error
-    except ImportError as error:
-        ours = (__file__, importlib.__file__)
-        stack = traceback.extract_tb(error.__traceback__)
-        lines = [f for f in stack if f.filename not in ours and not f.filename.startswith("<frozen importlib")]
-        if not lines:
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ImportError) and not lines_of(error):
             raise ZbfxError(f"{usage}: {error}") from error
-        last = lines[-1]
-        raise ZbfxError(
-            f"{place} does not import: {type(error).__name__}: {error}, at {last.filename}:{last.lineno} `{last.line}`"
-        ) from error
+        raise ZbfxError(f"{place} does not import: {said(error)}") from error
+
+
+def said(error: BaseException) -> str:
+    """An error of the user's code, and the last line of it that ran; of calls into libraries, the line that calls."""
+    lines = lines_of(error)
+    own = [line for line in lines if not line.filename.startswith(LIBRARIES)] or lines
+    at = f", at {own[-1].filename}:{own[-1].lineno} `{own[-1].line}`" if own else ""
+    text = f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
+    return text + at
+
+
+def lines_of(error: BaseException) -> list[traceback.FrameSummary]:
+    """Where an error was raised, from the first line of code that is not of this file or of Python's import."""
+    stack = traceback.extract_tb(error.__traceback__)
+    ours = (__file__, importlib.__file__)
+    return [f for f in stack if f.filename not in ours and not f.filename.startswith("<frozen importlib")]
 
 
 def load_file(path: Path) -> Any:

@@ -23,6 +23,7 @@ from zbfx.comm.channels import Channels
 from zbfx.comm.together import on_all_ranks, on_first_rank, telling, waiting
 from zbfx.compiled import Compiled, Traced
 from zbfx.costs.links import measured_link
+from zbfx.documents import write_text
 from zbfx.errors import ZbfxError
 from zbfx.fit import fit
 from zbfx.graphs import Stage
@@ -270,7 +271,7 @@ class Pipeline:
         programs. `profile`, what `step.profile` returned, adds a measured step. `compare` names the schedules that the
         pipeline's is compared with, planned for the same costs; None: all by hand that its stages can run.
         """
-        Path(path).write_text(page(subject(self.compiled, profile, compare)))
+        write_text(path, page(subject(self.compiled, profile, compare)))
 
     def save(self, file: str | PathLike[str], *, namespaces: Sequence[str] = ()) -> None:
         """Write the plan to a file: the cut, costs, the schedule, the graphs of all stages. `zbfx.load_plan` makes this

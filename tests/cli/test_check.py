@@ -40,6 +40,12 @@ def misspelt():
     return {**pipeline(), "microbatch": 2}
 
 number = 3
+
+def fails():
+    raise ValueError("of mine")
+
+def leaves():
+    raise SystemExit(3)
 """
 
 
@@ -80,13 +86,15 @@ def test_programs_are_proven_without_running(
         ("empty", "it returned an empty dict"),
         ("misspelt", "returned 'microbatch', which zbfx.compile does not take; did you mean 'microbatches'?"),
         ("control_flow", "user_model.py:"),
+        ("fails", 'fails raised ValueError: of mine, at {0}:37 `raise ValueError("of mine")`, before anything'),
+        ("leaves", "leaves raised SystemExit: 3, at "),
     ],
 )
 def test_what_cannot_be_checked_says_why(
     name: str, words: str, target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", f"{target}:{name}"]) == 2
-    assert words in capsys.readouterr().err
+    assert words.format(target) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -95,6 +103,8 @@ def test_what_cannot_be_checked_says_why(
         ("import os\nimport no_such_module", "No module named 'no_such_module', at {0}:2 `import no_such_module`"),
         ("from os import no_such", "cannot import name 'no_such' from 'os'"),
         ("def pipeline(:", "SyntaxError: invalid syntax (user_model.py, line 1)"),
+        ("import sys\nsys.exit('no')", "SystemExit: no, at {0}:2 `sys.exit('no')`"),
+        ("import torch\n\ntorch.ones(2) @ torch.ones(3)", "at {0}:3 `torch.ones(2) @ torch.ones(3)`"),
     ],
 )
 def test_files_that_do_not_import_name_their_own_line(

@@ -81,6 +81,7 @@ def test_of_a_model_as_it_says_or_as_it_is_asked(folder: Path, more: list[str], 
 def test_a_model_is_shown_planned_and_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "user_model.py:planned", "--width", "60", "--svg", "s.svg"]) == 0
     assert "data-action" in (folder / "s.svg").read_text()
+    assert capsys.readouterr().out == "wrote s.svg\n"
     assert main(["plan", "user_model.py:planned", "--schedule", "1f1b", "--microbatches", "3"]) == 0
     assert capsys.readouterr().out.startswith("rank 0: F0.0 F0.1 BW0.0 F0.2 BW0.1 BW0.2\n")
     assert main(["compare", "user_model.py:planned", "--json", "--mem-limit", "2x"]) == 0
@@ -105,6 +106,27 @@ def test_a_profile_over_processes(launch: Launch, folder: Path) -> None:
     assert [line.split(":")[0] for line in printed[0].out.splitlines()[1:]] == ["rank 0 idles", "rank 1 idles"]
     assert printed[1].out == ""
     assert "zbfx: running 3 steps over 2 processes" in printed[0].err
+
+
+def test_files_are_written_whole_or_not_at_all(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show = ["show", "--costs", "costs.json", "--microbatches", "2", "--schedule", "zb-h1", "--svg"]
+    assert main([*show, "s.svg"]) == 0
+    assert capsys.readouterr().out == "wrote s.svg\n"
+    before, files = (folder / "s.svg").read_text(), set(folder.iterdir())
+
+    def full(path: Path, text: str) -> None:
+        with path.open("w") as file:
+            file.write(text[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert main([*show, "s.svg"]) == 2
+    assert capsys.readouterr().err == "zbfx: error: cannot write s.svg: No space left on device\n"
+    assert main([*show, str(folder)]) == 2
+    assert (folder / "s.svg").read_text() == before
+    assert set(folder.iterdir()) == files
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

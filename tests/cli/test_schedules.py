@@ -80,7 +80,7 @@ def test_show_writes_files(costs: str, tmp_path: Path, capsys: pytest.CaptureFix
     files = {name: str(tmp_path / f"grid.{name}") for name in ("svg", "html", "trace")}
     options = [word for name, path in files.items() for word in (f"--{name}", path)]
     assert main(["show", "--costs", costs, "--microbatches", "2", "--schedule", "1f1b", *options]) == 0
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == "".join(f"wrote {path}\n" for path in files.values())
     assert Path(files["svg"]).read_text().startswith("<svg")
     assert Path(files["html"]).read_text().startswith("<!doctype html>")
     assert "traceEvents" in json.loads(Path(files["trace"]).read_text())

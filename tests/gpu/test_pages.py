@@ -1,4 +1,4 @@
-"""What the page on GPUs shows runs on GPUs, as torchrun starts it: captured and compiled, and with plain PyTorch's losses.
+"""What the page on GPUs shows runs on GPUs, as torchrun starts it: captured, compiled, with losses of plain PyTorch.
 
 Run: pytest -m gpu tests/gpu/test_pages.py (skipped without CUDA; one GPU is enough, two are two ranks).
 """

@@ -18,12 +18,14 @@ def keys() -> list[str]:
 
 def test_every_message_is_explained() -> None:
     found = keys()
-    assert [message for message in messages() if not any(key in message.text for key in found)] == []
+    missing = [f"{one.place}: {one.text}" for one in messages() if not any(key in one.text for key in found)]
+    assert not missing, "\n".join(missing)
 
 
 def test_every_explained_message_exists() -> None:
     texts = [message.text for message in messages()]
-    assert [key for key in keys() if not any(key in text for text in texts)] == []
+    gone = [key for key in keys() if not any(key in text for text in texts)]
+    assert not gone, "\n".join(gone)
 
 
 def test_every_key_can_be_searched_for() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from zbfx.documents import write_text
 from zbfx.plan import Action, Kind, Span
 from zbfx.schedule.schedule import Schedule
 from zbfx.show.chrome_trace import chrome_trace
@@ -55,7 +55,7 @@ class Profile:
 
     def trace(self, path: str | PathLike[str]) -> None:
         """Write the plan and the measured step to `path` in Chrome's trace format."""
-        Path(path).write_text(chrome_trace(self.schedule, self.spans))
+        write_text(path, chrome_trace(self.schedule, self.spans))
 
 
 class Recorder:

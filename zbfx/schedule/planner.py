@@ -148,7 +148,7 @@ def named_orders(request: Any, costs: CostTable, microbatches: int, mem_limit: M
     if isinstance(request, str):
         if request not in GENERATORS:
             close = get_close_matches(request.lower().replace("_", "-"), names(), n=1)
-            meant = f"; did you mean {close[0]!r}?" if close else ";"
+            meant = f"; did you mean {close[0]!r}?" if close else "."
             raise ZbfxError(f"no schedule is called {request!r}{meant} Known: {', '.join(names())}")
         name, generate = request, GENERATORS[request]
     elif isinstance(request, Schedule):

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from shutil import get_terminal_size
 
+from zbfx.documents import write_text
 from zbfx.plan import Timetable
 from zbfx.show.chrome_trace import chrome_trace
 from zbfx.show.page import Subject, page
@@ -42,4 +42,4 @@ class Schedule(Timetable):
 
     def trace(self, path: str | PathLike[str]) -> None:
         """Write the schedule to `path` in Chrome's trace format."""
-        Path(path).write_text(chrome_trace(self))
+        write_text(path, chrome_trace(self))
