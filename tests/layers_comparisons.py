@@ -122,7 +122,11 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/trace/values_read.py": ("name.startswith('__')",),
     },
     "tracebacks and arguments: paths of files": {
-        "zbfx/named_model.py": ("place.endswith('.py')", "f.filename.startswith('<frozen importlib')"),
+        "zbfx/named_model.py": (
+            "place.endswith('.py')",
+            "f.filename.startswith('<frozen importlib')",
+            "line.filename.startswith(LIBRARIES)",
+        ),
         "zbfx/trace/objective.py": (
             "frame.f_code.co_filename.startswith(LIBRARY_FOLDERS)",
             "frame.f_code.co_filename.startswith(OWN_FOLDER)",
