@@ -32,11 +32,11 @@ ELSEWHERE = {
     "python benchmarks/compiling/compile_time.py --configs 1.5B --schedules zb-h1": "tests/benchmarks",
     "python -m zbfx playground": "tests/cli/test_playground.py",
 }
-IN_TEST_DISK = "docs/disk.md"
+WITH_OWN_TESTS = {"docs/disk.md", "docs/frameworks.md"}
 LAUNCHED = ["README.md", "docs/replicas.md"]
 LANGUAGES = {"python", "sh", "text", "json"}  # of which the first two run
-TRANSFORMERS = [page for page in PAGES if "from transformers" in text_of(page) and page != IN_TEST_DISK]
-RUN_HERE = [page for page in PAGES if page != IN_TEST_DISK and set(blocks(page, "python")) - set(scripts(page))]
+TRANSFORMERS = [page for page in PAGES if "from transformers" in text_of(page) and page not in WITH_OWN_TESTS]
+RUN_HERE = [page for page in PAGES if page not in WITH_OWN_TESTS and set(blocks(page, "python")) - set(scripts(page))]
 COMMANDS = sorted({(command, page) for page in PAGES for command in commands(page)})
 OF_ZBFX = sorted({command for command, _ in COMMANDS if command.startswith("python -m zbfx ")} - set(ELSEWHERE))
 MAKE = [command for command, _ in COMMANDS if command.startswith("make ")]
@@ -190,7 +190,7 @@ def test_every_command_and_block_is_run_by_a_test() -> None:
         (command, page) for command, page in COMMANDS if re.fullmatch(r"torchrun --nproc-per-node=\d \w+.py", command)
     }
     assert {command for command, _ in set(COMMANDS) - launched} - known == set()
-    assert {page for _, page in launched} <= {*LAUNCHED, "docs/start.md", IN_TEST_DISK}
+    assert {page for _, page in launched} <= {*LAUNCHED, "docs/start.md", *WITH_OWN_TESTS}
     assert {language for page in PAGES for language, _ in every_block(page)} <= LANGUAGES
 
 
