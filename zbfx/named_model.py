@@ -22,9 +22,12 @@ EXAMPLE = "a function that returns the arguments of zbfx.compile as a dict, at l
 
 
 def named_arguments(command: str, target: str) -> Mapping[str, Any]:
-    """What the function returns, for a command of this name."""
-    import zbfx  # brings torch, which the planning commands do without
+    """What the function returns, for a command of this name. Seeds torch's global generators."""
+    import torch  # which the planning commands do without
 
+    import zbfx
+
+    torch.manual_seed(0)  # processes that torchrun starts make one model, and one example
     function = named_function(command, target)
     return checked_arguments(target, called(target, function), inspect.signature(zbfx.compile))
 

@@ -126,5 +126,11 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def server(port: int) -> ThreadingHTTPServer:
-    """Listens on the loopback; port 0 is any that is free."""
-    return ThreadingHTTPServer((LOOPBACK, port), Handler)
+    """Listens on the loopback; port 0 is any that is free. Raises `ZbfxError` where it cannot."""
+    try:
+        return ThreadingHTTPServer((LOOPBACK, port), Handler)
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "ports go to 65535"
+        raise ZbfxError(
+            f"cannot serve on port {port}: {reason}. Name another with --port; 0 is any free one"
+        ) from error

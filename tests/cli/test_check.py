@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from zbfx.cli import main
+from zbfx.named_model import named_arguments
 
 MODEL = """
 import torch
@@ -95,6 +97,12 @@ def test_what_cannot_be_checked_says_why(
 ) -> None:
     assert main(["check", f"{target}:{name}"]) == 2
     assert words.format(target) in capsys.readouterr().err
+
+
+def test_a_function_that_seeds_nothing_makes_one_model_in_all_processes(target: str) -> None:
+    Path(target).write_text(MODEL.replace("torch.manual_seed(0)", "pass"))
+    first, second = (named_arguments("check", f"{target}:pipeline")["example_inputs"][0] for _ in range(2))
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from zbfx.cli import main
 from zbfx.errors import ZbfxError
 from zbfx.playground import LOOPBACK, PRESETS, answer, server
 
@@ -91,6 +92,12 @@ def got(port: int, path: str, host: str | None = None) -> tuple[int, str]:
     found = response.status, response.read().decode()
     connection.close()
     return found
+
+
+def test_ports_that_cannot_be_served_are_named(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong, reason in ((port, "Address already in use"), (99999, "ports go to 65535")):
+        assert main(["playground", "--port", str(wrong)]) == 2
+        assert f"cannot serve on port {wrong}: {reason}. Name another" in capsys.readouterr().err
 
 
 def test_it_serves_this_machine_alone(port: int) -> None:

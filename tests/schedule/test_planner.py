@@ -127,9 +127,11 @@ def test_every_feasible_limit_has_a_schedule(weight_saved: int) -> None:
     for limit in (7, 8, 9.5, 12):
         found = plan(costs, 5, mem_limit=limit, budget_s=1)
         assert max(found.peak_bytes) <= limit
-    with pytest.raises(NoFeasibleSchedule, match="smallest feasible limit is 7, set by stage 2") as caught:
-        plan(costs, 5, mem_limit=6.5)
-    assert caught.value.smallest_limit == 7
+    for limit in (6.5, 3.5):  # not M_B of stage 2; no M_B at all
+        for name in ("auto", "zb-h1", "gpipe"):
+            with pytest.raises(NoFeasibleSchedule, match="smallest feasible limit is 7, set by stage 2") as caught:
+                plan(costs, 5, schedule=name, mem_limit=limit)
+            assert caught.value.smallest_limit == 7
 
 
 def test_static_bytes_have_one_figure() -> None:

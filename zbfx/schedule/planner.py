@@ -89,7 +89,9 @@ def plan(
 
 def build(name: str, costs: CostTable, microbatches: int, ranks: Orders, mem_limit: MemLimit = None) -> Schedule:
     """Check and time `ranks`, and attach the lower bound that holds for these costs and this limit."""
-    certificate = Certificate(on_common_tick(costs), microbatches, limit_per_rank(costs, mem_limit))
+    limits = limit_per_rank(costs, mem_limit)
+    require_feasible(costs, limits)
+    certificate = Certificate(on_common_tick(costs), microbatches, limits)
     return built(name, costs, microbatches, ranks, mem_limit, certificate)
 
 
