@@ -191,6 +191,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
     "other programs: the words in which they answer": {
+        "zbfx/_torch.py": ("'a leaf Variable that requires grad' in str(error)",),
         "zbfx/schedule/integer/solver.py": (
             "'HiGHS not found' in errors",
             "\"No module named 'mip'\" in errors",

@@ -6,7 +6,8 @@
 Systems: `plain`, one process, each block compiled by torch.compile, gradients accumulated; `ddp` and `fsdp`, the same
 over all processes, which share the microbatches; `zbfx`, a pipeline over all processes, compiled and captured. Each
 takes the same microbatches, AdamW (fused on GPUs), and float32 masters under autocast or bfloat16. One JSON object a
-line: milliseconds of a step in a row of steps (the median, on the slowest rank), losses of the first steps, which are to be equal, peak memory.
+line: milliseconds of a step in a row of steps (the median, on the slowest rank), losses of the first steps, which are
+to be equal, peak memory.
 """
 
 from __future__ import annotations
