@@ -327,6 +327,7 @@ class Pipeline:
         independent: tuple[str, ...] = (),
         check_batches: int = 0,
         checksums: bool = False,
+        survive: bool = False,
     ) -> Step:
         """This process's part of the pipeline, over torch.distributed (call `init_process_group` first).
 
@@ -373,12 +374,16 @@ class Pipeline:
         MB on each side, on GPUs also waits for the device, and is refused with backend="cudagraph". Sums over replicas
         carry none.
 
+        `survive=True` lets training go on when processes end: those of the same rank in other replicas compute for
+        them, and the step that failed runs again, from memory (`docs/faults.md`, with what it needs). Every step then
+        ends with a meeting of all processes.
+
         Raises `ZbfxError` if torch.distributed is not initialised, has another number of ranks, or if plans or the
         values of replicas differ.
         """
         with self.source.modes.fixed():
             on_mesh, device = isinstance(rank_or_mesh, DeviceMesh), self.device.type
-            how = (timeout_s, zero, transport, independent, check_batches, checksums)
+            how = (timeout_s, zero, transport, independent, check_batches, checksums, survive)
             options = BindOptions(seed, on_nonfinite, on_new_shape, *how, on_mesh, device)
             finding = partial(process_place, self.compiled, self.source, rank_or_mesh, options)
             place = on_all_ranks("bind", finding, compared(options) | {"weights": kind_of_weights(weights)})

@@ -7,6 +7,7 @@ every number of ranks, and an op that is computed again draws what it drew befor
 
 from __future__ import annotations
 
+import threading
 import zlib
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from zbfx import _torch
 
 MASK_64 = (1 << 64) - 1
+ONE_DRAWS = threading.RLock()  # the global generators are those of all threads, some of which run other replicas
 
 
 def mix(*numbers: int) -> int:
@@ -41,7 +43,7 @@ def seeded(op: Any, stream: int, seed: int, *args: Any, **kwargs: Any) -> Any:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return row_by_row(op, *args, **kwargs)
     devices = {a.device for a in args if isinstance(a, Tensor)} | {torch.device(kwargs.get("device") or "cpu")}
-    with preserved_generators(*devices):
+    with ONE_DRAWS, preserved_generators(*devices):
         torch.manual_seed(mix(seed, stream))
         return row_by_row(op, *args, **kwargs)
 

@@ -203,7 +203,8 @@ class Channels:
     def from_replicas(self, value: Tensor) -> Tensor:
         """This rank's value in every replica, stacked along a new first dimension."""
         values = [torch.empty_like(value) for _ in self.place.replicas]
-        dist.all_gather(values, value, group=self.peers)
+        with waiting(self.name, "this rank of the other replicas, one of which"):
+            dist.all_gather(values, value, group=self.peers)
         return torch.stack(values)
 
     def from_first_replica(self, value: Tensor) -> Tensor:
@@ -312,6 +313,7 @@ class Channels:
                     self.overdue.failed(first, drained(lines.values()))
             with suppress(Exception):
                 let_go()
+            self.give_up()
             self.close()
 
         if not ends_within(CLOSE_S, abandon):
@@ -336,6 +338,10 @@ class Channels:
         if lines and self.history.all_arrive("the end", len(self.place.names())):
             for line in lines.values():
                 line.free()
+        self.cut()
+
+    def cut(self) -> None:
+        """Close all groups: who waits in one of them waits no longer."""
         for group in self.groups():
             with suppress(Exception):  # the others are closed all the same
                 dist.destroy_process_group(group)
@@ -361,13 +367,18 @@ class Channels:
         another thread. The waits of all ranks end with these, since a rank that fails closes its connections. What
         waits on a GPU is ended by `zbfx.comm.overdue`."""
         self.history.first_fault(reason)
+        self.give_up()
+
+    def give_up(self) -> None:
+        """End the waits of all processes in gloo groups of this pipeline: a receive that times out closes its
+        connection. To let go of a group does not, while a frame of an error still holds what waits in it."""
         for group in (*self.groups(), *self.users):
-            with suppress(Exception):  # it times out, and gloo then closes all connections of the group
-                if dist.get_backend(group) == Library.GLOO.value:
-                    other = next(p for p in dist.get_process_group_ranks(group) if p != dist.get_rank())
-                    work = dist.irecv(torch.zeros(1), src=other, group=group, tag=GIVEN_UP)
-                    assert work is not None, "this process is a member"
-                    work.wait(timedelta(milliseconds=1))
+            for other in (p for p in dist.get_process_group_ranks(group) if p != dist.get_rank()):
+                with suppress(Exception):
+                    if dist.get_backend(group) == Library.GLOO.value:
+                        work = dist.irecv(torch.zeros(1), src=other, group=group, tag=GIVEN_UP)
+                        assert work is not None, "this process is a member"
+                        work.wait(timedelta(milliseconds=1))
 
 
 def processes_of(replicas: Replicas) -> list[int]:

@@ -97,10 +97,14 @@ class GroupTransport:
 
     def reduce(self, key: str, gradients: Tensor) -> None:
         start = self.channels.sum_shards if key in self.sharded else self.channels.sum_over_replicas
-        self.reducing[key] = start(gradients)
+        with waiting(self.name, self.summing(key)):
+            self.reducing[key] = start(gradients)
 
     def reduced(self, key: str) -> None:
-        self.wait(self.reducing.pop(key), f"the sum of {key} over the replicas, one of which")
+        self.wait(self.reducing.pop(key), self.summing(key))
+
+    def summing(self, key: str) -> str:
+        return f"the sum of {key} over the replicas, one of which"
 
     def gather(self, key: str, parameters: Tensor) -> None:
         self.gathering[key] = self.channels.join_shards(parameters)

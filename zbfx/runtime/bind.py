@@ -27,6 +27,7 @@ from zbfx.runtime.options import BindOptions, StepOptions
 from zbfx.runtime.ranks import AllHere, OneOfMany
 from zbfx.runtime.runner import Tensors
 from zbfx.runtime.step import Step
+from zbfx.runtime.survival import refuse_survival
 from zbfx.trace.guard import Source
 from zbfx.trace.tensor_parallel import groups_of, refuse_other_shards
 
@@ -51,6 +52,8 @@ def process_place(pipe: Compiled, source: Source, rank_or_mesh: int | DeviceMesh
     if pipe.reductions and replicas == 1:
         raise ZbfxError("this pipeline sums gradients over replicas; found one replica. Bind it to a mesh with more")
     options.check_replicas(replicas)
+    if options.survive:
+        refuse_survival(pipe, place, options)
     if options.checksums and pipe.options.runs.captures:
         raise ZbfxError(
             f"checksums are compared by the host, message by message, and backend={pipe.options.backend!r} captures "
@@ -64,7 +67,7 @@ def bound_step(
     source: Source,
     compiler: Compiler,
     ranks: OneOfMany,
-    options: StepOptions,
+    options: BindOptions,
     variants: MakesFurther,
     weights: Any,
 ) -> Step:
@@ -99,7 +102,10 @@ def bound_step(
     channels.users = groups_of(source.named)
     engine.run_phases_by(compiler)
     launch = Captured() if pipe.options.runs.captures else Launched()
-    return Step(engine, replace(options, seed=seed), ranks, launch, source, variants, compiler)
+    step = Step(engine, replace(options, seed=seed), ranks, launch, source, variants, compiler)
+    if options.survive:
+        step.survive(channels)
+    return step
 
 
 def spare_names(source: Source, holders: Collection[str], rank: int) -> set[str]:

@@ -15,6 +15,7 @@ from zbfx import rng
 from zbfx.comm.channels import Channels
 from zbfx.comm.group import GroupTransport
 from zbfx.comm.local import LocalTransport, Mailbox
+from zbfx.comm.together import waiting
 from zbfx.compiled import Compiled
 from zbfx.errors import InputError
 from zbfx.graphs import LOSS, Phase
@@ -196,7 +197,8 @@ class Engine:
         tokens = self.pipe.tokens(named)
         if tokens is not None and self.channels and self.replicas > 1:
             tokens = on_device(tokens, self.pipe.device)
-            self.channels.sum_over_replicas(tokens).wait()
+            with waiting(self.channels.name, "the other replicas, one of which"):
+                self.channels.sum_over_replicas(tokens).wait()
         self.pipe.reduction.weigh(self.weight, tokens, sum(self.counts))
         self.rescale()
 

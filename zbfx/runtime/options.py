@@ -54,8 +54,9 @@ class StepOptions:
 class BindOptions(StepOptions):
     """`timeout_s` bounds every wait for another rank; `zero=1` leaves each replica a part of the optimizer's state;
     `transport` says how messages travel (`zbfx.comm.channels`); `independent` names mesh dimensions along which
-    pipelines train apart; every `check_batches`th batch is compared; `checksums`: every message has one. Ranks
-    compare all fields, and whether they got a `mesh`, and the type of the `device`, of which each has its own."""
+    pipelines train apart; every `check_batches`th batch is compared; `checksums`: every message has one; `survive`:
+    training goes on when processes end. Ranks compare all fields, and whether they got a `mesh`, and the type of the
+    `device`, of which each has its own."""
 
     timeout_s: float = 600.0
     zero: int = 0
@@ -63,6 +64,7 @@ class BindOptions(StepOptions):
     independent: tuple[str, ...] = ()
     check_batches: int = 0
     checksums: bool = False
+    survive: bool = False
     mesh: bool = False
     device: str = "cpu"
 
@@ -80,6 +82,7 @@ class BindOptions(StepOptions):
         if not isinstance(self.independent, tuple) or not all(isinstance(name, str) for name in self.independent):
             raise ZbfxError(f"independent is a tuple of names of mesh dimensions; found {self.independent!r}")
         true_or_false("checksums", self.checksums)
+        true_or_false("survive", self.survive)
         super().check()
 
     def check_replicas(self, replicas: int) -> None:

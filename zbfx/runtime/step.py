@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from zbfx import rng
 from zbfx._torch import uncompiled
 from zbfx.arguments import true_or_false
+from zbfx.comm.channels import Channels
 from zbfx.comm.overdue import say
 from zbfx.compiled import Compiled
 from zbfx.errors import NonFiniteStep, PipelineFault, ZbfxError
@@ -35,6 +36,7 @@ from zbfx.runtime.pace import Pace
 from zbfx.runtime.ranks import Ranks
 from zbfx.runtime.runner import Tensors
 from zbfx.runtime.saving import Saved
+from zbfx.runtime.survival import Survival
 from zbfx.runtime.timeline import Profile, Recorder
 from zbfx.runtime.verdict import settle, snapshot
 from zbfx.runtime.watch import Watch
@@ -108,6 +110,7 @@ class Step:
         self.count = 0
         self.no_parameter = nn.Parameter(torch.empty(0, device=engine.pipe.device))
         self.optimizer: Optimizer | None = None
+        self.survival: Survival | None = None  # what goes on when other processes end
         self.clips: set[str] = set()  # the calls of `clip_grad_norm_` whose arguments were compared
         self.fault: str | None = None  # why no further step can run
         self.is_closed = False
@@ -177,8 +180,7 @@ class Step:
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         with self.alone():
-            self.begin(self.numbered, batch=True)
-            return self.train(*self.admit(partial(self.engines.batch, args, kwargs)))
+            return self.trained(partial(self.engines.batch, args, kwargs))
 
     @uncompiled
     def run_split(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Tensor:
@@ -186,9 +188,8 @@ class Step:
         `[((inputs, targets), {}), ...]`. With on_new_shape="symbolic" or "recompile" their shapes may differ, and their
         number may be any; that of each replica, too (docs/unlike.md)."""
         with self.alone():
-            self.begin(self.numbered, batch=True)
             apart = not self.options.refuses_shapes
-            return self.train(*self.admit(partial(self.engines.split_batch, batches, "run_split"), apart=apart))
+            return self.trained(partial(self.engines.split_batch, batches, "run_split"), apart=apart)
 
     @uncompiled
     def evaluate_split(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Tensor:
@@ -403,6 +404,8 @@ class Step:
                 if self.engine.pipe.device.type == "cuda":
                     torch.cuda.synchronize(self.engine.pipe.device)
                 self.guarded(self.ranks.check_batches)
+                if self.survival is not None:
+                    self.survival.leave()
                 self.ranks.leave()
                 for engine in self.engines:
                     engine.forget()
@@ -493,6 +496,11 @@ class Step:
                 f"on_nonfinite={self.options.on_nonfinite!r} checks at the end of every step, which is a barrier; the "
                 f"optimizer checks too: leave it out, and give the optimizer check_finite=True"
             )
+        if self.survival is not None:
+            raise ZbfxError(
+                "survive=True runs a failed step again from the state before it, and an optimizer whose steps are "
+                "validated afterwards may be in between: use the optimizer as it is, without PostValidated"
+            )
         if self.optimizer is not None:
             raise ZbfxError("this step has an optimizer; bind the pipeline again for another one")
         self.optimizer = optimizer
@@ -502,6 +510,33 @@ class Step:
         self.engines.restart()
         self.engine.scale_by(scale)
 
+    def survive(self, channels: Channels) -> None:
+        """Go on training when other processes end."""
+        self.survival = Survival(self, channels)
+
+    def trained(self, take: Callable[[], Batch], *, apart: bool = False) -> Tensor:
+        """Begin and run a training step; `apart` as in `admit`."""
+        if self.survival is None:
+            self.begin(self.numbered, batch=True)
+            return self.train(*self.admit(take, apart=apart))
+        self.refuse_ended()
+        if not self.survival.generation:
+            self.begin(self.numbered, batch=True)
+
+        def taken() -> Batch:
+            self.check_model()
+            return take()
+
+        self.look_out.trains()
+        return self.counted(self.survival.train(taken))
+
+    def counted(self, results: BatchResults) -> Tensor:
+        """A step is over."""
+        self.losses, self.metrics, loss = results.losses, results.metrics, results.loss
+        assert loss is not None, "steps have a loss"
+        self.count += 1
+        return loss
+
     def train(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> Tensor:
         for runner in engine.runners:
             if self.optimizer is not None:
@@ -509,10 +544,7 @@ class Step:
         before = snapshot(engine.parameters) if self.options.checks else {}
         self.look_out.trains()
         self.guarded(partial(self.ranks.check_batch, self.count + 1, (engine, rows)))
-        results = self.run(engine, rows)
-        self.losses, self.metrics, loss = results.losses, results.metrics, results.loss
-        assert loss is not None, "steps have a loss"
-        self.count += 1
+        loss = self.counted(self.run(engine, rows))
         if self.optimizer is not None:
             self.optimizer.explain()
         if not self.options.checks:
@@ -524,22 +556,21 @@ class Step:
         return loss
 
     def run(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> BatchResults:
-        """Run the engine's programs."""
-
-        def work() -> BatchResults:
-            engine.weigh(rows)
-            settle = partial(self.settle_first, engine)
-            results = self.launch.run(engine, rows, self.seed_of_step(), self.count, settle)
-            for runner in engine.runners:
-                runner.finish_gradients()
-            for drift in engine.paced(self.count + 1) if engine.pipe.trains else ():
-                say(f"rank {drift.rank}: {drift}. step.replan(), on all ranks, plans for it")
-            return results
-
-        results = self.guarded(work)
+        """Run the engine's programs; if that fails, the other ranks hear of it."""
+        results = self.guarded(lambda: self.compute(engine, rows))
         if engine.shards is not None:
             engine.shards.collected()
+        return results
+
+    def compute(self, engine: Engine, rows: Sequence[Sequence[Tensor]]) -> BatchResults:
+        engine.weigh(rows)
+        settle = partial(self.settle_first, engine)
+        results = self.launch.run(engine, rows, self.seed_of_step(), self.count, settle)
+        for runner in engine.runners:
+            runner.finish_gradients()
         engine.runs += 1
+        for drift in engine.paced(self.count + 1) if engine.pipe.trains else ():
+            say(f"rank {drift.rank}: {drift}. step.replan(), on all ranks, plans for it")
         return results
 
     def unsettled(self) -> str | None:

@@ -1,0 +1,97 @@
+"""Scenarios of replicas of which processes end, for test_survival.py: functions of the rank, see
+tests/support/pool.py."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.proofs.survival import batch, pipeline
+from tests.processes.worker import refusal
+from tests.support.models import Problem, mixed, mlp, token_loss
+from tests.support.reference import compiled
+from zbfx.optim import PostValidated
+from zbfx.testing import faults
+
+
+def refused(rank: int) -> dict[str, Any]:
+    """What does not go on when a process ends, by name."""
+    mesh, pipe = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")), pipeline(2)
+    found: dict[str, Any] = {
+        "zero": refusal(lambda: pipe.bind(mesh, survive=True, zero=1)),
+        "nonfinite": refusal(lambda: pipe.bind(mesh, survive=True, on_nonfinite="drop")),
+        "no bool": refusal(lambda: pipe.bind(mesh, survive=1)),  # type: ignore[arg-type]
+    }
+    single = compiled(mlp(3), 4, 3, check=False)
+    found["one replica"] = refusal(partial(single.bind, survive=True))
+    written = compiled(mixed(3), 2, 3, check=False)
+    found["buffers"] = refusal(partial(written.bind, mesh, survive=True))
+    step = pipe.bind(mesh, survive=True)
+    optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
+    found["validated"] = refusal(lambda: PostValidated(optimizer, step))
+    inputs, targets = batch(0, rank // 2)
+    found["other shapes"] = refusal(lambda: step(inputs[:-1], targets[:-1]))
+    found["after it"] = step(inputs, targets).item()
+    step.close()
+    return found
+
+
+def ends(rank: int, *killed: int) -> dict[str, Any]:
+    """These processes are killed in their second step; the others are asked for what needs all."""
+    mesh, pipe = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")), pipeline(2)
+    step = pipe.bind(mesh, survive=True, timeout_s=60.0)
+    found: dict[str, Any] = {"losses": []}
+
+    def train() -> None:
+        for number in range(3):
+            found["losses"].append(step(*batch(number, rank // 2)).item())
+
+    with faults.injected(faults.Kill(), faults.BATCH, rank=rank if rank in killed else -1, after=1):
+        found["train"] = refusal(train)
+    found["evaluate"] = refusal(lambda: step.evaluate(*batch(0, 0)))
+    step.close()
+    found["closed"] = refusal(lambda: step(*batch(0, 0)))
+    return found
+
+
+def raises(rank: int) -> dict[str, Any]:
+    """An error is none of a process's end: it ends the pipeline on all, as without survival."""
+    mesh, pipe = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")), pipeline(2)
+    step = pipe.bind(mesh, survive=True, timeout_s=60.0)
+    with faults.injected(faults.Raise(), faults.action("B1.0"), rank=3, after=1):
+        step(*batch(0, rank // 2))
+        return refusal(lambda: step(*batch(1, rank // 2)))
+
+
+class Tied(nn.Module):
+    """A head that is tied to the embedding, over two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.first, self.second = nn.Embedding(11, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.second(self.first(self.embedding(ids)).tanh()) @ self.embedding.weight.T
+
+
+def by_tokens(rank: int, killed: int | None) -> dict[str, Any]:
+    """Microbatches weigh by their tokens in the batches of all replicas; a parameter has stages on both ranks."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    model, generator = Tied(), torch.Generator().manual_seed(rank // 2)
+    inputs, targets = torch.randint(11, (2, 6, 5), generator=generator)
+    targets[: 2 + rank // 2, 2:] = -100
+    pipe = compiled(Problem(model, token_loss, (inputs,), (targets,)), 2, 3, check=False)
+    step = pipe.bind(mesh, survive=True, timeout_s=60.0)
+    optimizer, losses = torch.optim.AdamW(step.parameters(), lr=1e-2), []
+    with faults.injected(faults.Kill(), faults.action("W1.1"), rank=-1 if killed is None else killed, after=1):
+        for _ in range(4):
+            losses.append(step(inputs, targets).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    step.close()
+    return {"losses": losses, "parameters": {name: p.detach() for name, p in step.named_parameters()}}
