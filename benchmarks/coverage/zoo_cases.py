@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -315,7 +316,17 @@ def model_of(case: Case) -> nn.Module:
         model = getattr(transformers, case.model)(config)
     else:
         model = getattr(transformers, f"AutoModelFor{case.head}").from_config(config)
+    if not products_of_groups_are_operators():
+        model.set_experts_implementation("batched_mm")
     return model.to(case.dtype).train(case.train)
+
+
+def products_of_groups_are_operators() -> bool:
+    """Whether this version of transformers multiplies groups of float32 by operators, in the backward too: 5.17 reads
+    the sizes of groups there, as Python's numbers."""
+    from transformers.integrations import moe
+
+    return "def _grouped_mm_fallback_backward_fake" in inspect.getsource(moe)
 
 
 def batch_of(case: Case, model: nn.Module, seed: int) -> dict[str, Any]:
