@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from zbfx.errors import ZbfxError, listed
-from zbfx.graphs import Forms, Joint, Stage
+from zbfx.graphs import Forms, Joint, Phase, Stage
 from zbfx.memo import Memo
 from zbfx.memory.predict import RankMemory, predict
 from zbfx.options import Options
 from zbfx.passes.recompute import Level
 from zbfx.plan import CostTable, Kind
+from zbfx.program.calls import Readers
 from zbfx.program.chain import Chain, chain_of, loss_phase, loss_rank, summary_of
 from zbfx.program.codegen import Program, Whole, generate, rank_program
 from zbfx.program.messages import (
@@ -81,6 +82,9 @@ class Compiled:
     def specs(self, row: int) -> tuple[TensorSpec, ...]:
         """The tensors of a row of the batch."""
         return self.signature.tensors
+
+    def stage_of(self, phase: Phase) -> Stage:
+        return self.stages[phase.stage]
 
     def tokens(self, rows: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
         """The count of a batch, as in `Reduction.tokens`."""
@@ -149,6 +153,10 @@ class Form:
     stages: tuple[Stage, ...]
     costs: CostTable
 
+    @cached_property
+    def readers(self) -> Readers:
+        return Readers.of(self.stages)
+
 
 def refuse_other_ways(pipe: Compiled, stages: Sequence[Stage], trains: bool) -> None:
     """Raises `ZbfxError` unless microbatches of these stages can share a step with those of the pipeline: losses and
@@ -199,7 +207,8 @@ class Mixed(Compiled):
     @cached_property
     def whole(self) -> Whole:
         assert self.chain is not None, "planned with the step"
-        return Whole.of(self.forms, self.schedule, messages_among(self.forms, self.schedule), self.chain)
+        messages = messages_among(self.forms, self.schedule)
+        return Whole.of(self.forms, self.schedule, messages, self.chain, [form.readers for form in self.members])
 
     @cached_property
     def order_hash(self) -> int:
@@ -212,6 +221,10 @@ class Mixed(Compiled):
 
     def program(self, rank: int) -> Program:
         return rank_program(self.whole, rank, self.reductions[rank] if self.reductions else None)
+
+    def stage_of(self, phase: Phase) -> Stage:
+        own = (form.stages[phase.stage] for form in self.members)
+        return next(stage for stage in own if stage.phases.get(phase.kind) is phase)
 
     def specs(self, row: int) -> tuple[TensorSpec, ...]:
         return self.members[self.of[row]].signature.tensors

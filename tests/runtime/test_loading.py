@@ -42,7 +42,7 @@ def load_all(step: Any, *batch: Tensor) -> None:
     with torch.no_grad():
         for runner in step.engine.runners:
             runner.start(step.engine.loss_gradient)
-            load(runner, pipe.stages, step.engine.inputs(rows, runner, 0), 0, CPU)
+            load(runner, pipe.stage_of, step.engine.inputs(rows, runner, 0), 0, CPU)
 
 
 def test_a_step_is_rehearsed_and_leaves_everything_as_it_was() -> None:
@@ -177,7 +177,7 @@ def test_loading_holds_as_much_as_a_step(monkeypatch: pytest.MonkeyPatch, schedu
         runner.start(torch.zeros(()))
         given = engine.inputs(rows, runner, 0)
         with LiveBytes() as counter:
-            load(runner, pipe.stages, given, 0, CPU)
+            load(runner, pipe.compiled.stage_of, given, 0, CPU)
         assert counter.peak == peak, runner.rank
 
 

@@ -89,18 +89,25 @@ def rank_memory(
     program: Program, batch: Sequence[Rows], options: Options, of_phase: Callable[[Phase, int], Lifetimes]
 ) -> RankMemory:
     """Walk a program that runs such a batch; `of_phase` is `lifetimes`."""
+    memory, walk = walked(program, batch, options, of_phase)
+    highest = max(range(len(memory.moments)), key=lambda k: memory.moments[k].peak_bytes)
+    return replace(memory, live=live_at(walk, memory.moments, highest))
+
+
+def walked(
+    program: Program, batch: Sequence[Rows], options: Options, of_phase: Callable[[Phase, int], Lifetimes]
+) -> tuple[RankMemory, Walk]:
+    """What a program that runs such a batch holds, without what is live at the peak, and its walk."""
     granule = CUDA_GRANULE if options.device.type == "cuda" else 1
     named = [(name, inner_call(module)) for name, module in program.module.named_children()]
     phases = {name: of_phase(call.phase, granule) for name, call in named if isinstance(call, PhaseCall)}
     walk = Walk(program, phases, {}, strides_of(program), granule)
     walk.run()
-    moments = tuple(walk.moments)
-    highest = max(range(len(moments)), key=lambda k: moments[k].peak_bytes)
     static = replace(
         static_of(program, batch, options.optimizer_slots or 0.0, granule),
         workspace=streams_of(program, options) * workspace_bytes(options.device),
     )
-    return RankMemory(program.rank, static, moments, live_at(walk, moments, highest))
+    return RankMemory(program.rank, static, tuple(walk.moments), ()), walk
 
 
 def streams_of(program: Program, options: Options) -> int:
@@ -148,15 +155,10 @@ def workspace_bytes(device: torch.device) -> int:
     return 32 * 2**20 if hopper else (2 * 4096 + 8 * 16) * 1024
 
 
-def input_bytes(joint: Joint, granule: int) -> dict[str, int]:
-    """The bytes of what a microbatch's graph reads, by the names of ports."""
-    return {port.name: rounded(value_bytes(node), granule) for node, port in joint.input_ports().items()}
-
-
 def static_of(program: Program, batch: Sequence[Rows], slots: float, granule: int) -> Static:
     """The static bytes of a rank. The optimizer keeps `slots` tensors of the size of each parameter that it trains."""
     joint = batch[0].joint
-    sizes = input_bytes(joint, granule)
+    sizes = {port.name: rounded(value_bytes(node), granule) for node, port in joint.input_ports().items()}
     summed = {
         port.name: rounded(value_bytes(node) // value.element_size() * dtype.itemsize, granule)
         for node, port in joint.input_ports().items()
@@ -177,11 +179,11 @@ def static_of(program: Program, batch: Sequence[Rows], slots: float, granule: in
         gradients=sum(summed[name] for name in (*trained, *partial)),
         buffers=sum(sizes[name] for name in buffers),
         batch=sum(
-            read[name] * (1 if name in whole else rows.microbatches)
+            rounded(value_bytes(node), granule) * (1 if port.name in whole else rows.microbatches)
             for rows in batch
-            for read in [input_bytes(rows.joint, granule)]
             for whole in [{spec.name for spec in rows.signature.tensors if spec.batch_dim is None}]
-            for name in inputs
+            for node, port in rows.joint.input_ports().items()
+            if port.role is Role.INPUT and port.name in inputs
         ),
         optimizer=round(slots * sum(sizes[name] for name in trained)),
     )

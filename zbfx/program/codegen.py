@@ -121,9 +121,16 @@ class Whole:
     chain: Chain
 
     @classmethod
-    def of(cls, forms: Forms, schedule: Schedule, messages: Sequence[Message], chain: Chain) -> Whole:
+    def of(
+        cls,
+        forms: Forms,
+        schedule: Schedule,
+        messages: Sequence[Message],
+        chain: Chain,
+        readers: Sequence[Readers] | None = None,
+    ) -> Whole:
         shared = shared_gradients(forms.stages[0], schedule.costs.placement)
-        readers = [Readers.of(stages) for stages in forms.stages]
+        readers = readers or [Readers.of(stages) for stages in forms.stages]
         return cls(forms, schedule, Unfused.of(schedule), messages, shared, readers, chain)
 
 

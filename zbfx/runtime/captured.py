@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zbfx.comm.channels import Channels
 from zbfx.comm.copies import CopyLine
+from zbfx.compiled import Mixed
 from zbfx.errors import InputError, ZbfxError
 from zbfx.runtime.engine import BatchResults, Engine, T, take_turns
 from zbfx.runtime.loading import load
@@ -46,7 +47,7 @@ class Launched:
         if loads:
             for runner in engine.runners:
                 inputs = engine.inputs(rows, runner, seed)
-                load(runner, engine.pipe.stages, inputs, step, device)
+                load(runner, engine.pipe.stage_of, inputs, step, device)
                 del inputs  # the run makes its own
         engine.start_clocks()
         return engine.run(rows, seed, step)
@@ -104,8 +105,8 @@ class StaticInputs:
 class Captured(Launched):
     """Runs an engine's program as a graph. The first run of an engine is launched, and warms everything up; the second
     captures, without running anything, and replays; later ones copy the batch into static buffers and replay. So do
-    forwards. Random ops draw from the device's default generator, in program order: masks differ from those of other
-    backends."""
+    forwards. Steps of unlike microbatches are launched. Random ops draw from the device's default generator, in program
+    order: masks differ from those of other backends."""
 
     def prepare(self, engine: Engine) -> None:
         for runner in engine.runners:
@@ -123,6 +124,8 @@ class Captured(Launched):
     def run(
         self, engine: Engine, rows: Sequence[Sequence[Tensor]], seed: int, step: int, settle: Callable[[], None]
     ) -> BatchResults:
+        if isinstance(engine.pipe, Mixed):  # the next step is another one
+            return super().run(engine, rows, seed, step, settle)
         runner = engine.runners[0]
         if engine.runs == 0:
             device = engine.pipe.device

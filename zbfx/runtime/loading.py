@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zbfx._torch import TorchDispatchMode, schema_of
 from zbfx.costs.made_up import REFUSALS, has_checks, made_up, made_up_values, positive_values
-from zbfx.graphs import Role, Stage
+from zbfx.graphs import Phase, Role, Stage
 from zbfx.program import ops
 from zbfx.program.boxed import Boxed
 from zbfx.program.calls import PhaseCall
@@ -28,13 +28,17 @@ from zbfx.runtime.runner import RankRunner
 
 
 def load(
-    runner: RankRunner, stages: Sequence[Stage], microbatches: Sequence[ops.Microbatch], step: int, device: torch.device
+    runner: RankRunner,
+    stage_of: Callable[[Phase], Stage],
+    microbatches: Sequence[ops.Microbatch],
+    step: int,
+    device: torch.device,
 ) -> None:
     """Rehearse the step on these microbatches, and put back as it was what that writes. Takes no more of the device's
     memory than a step does. Collective over the replicas of the rank."""
     assert runner.pending is None, "gradients are bound before, and not once an optimizer step is settled"
     with preserved_generators(device), torch.no_grad(), put_back(written(runner)):
-        rehearse(runner, stages, microbatches, step, device)
+        rehearse(runner, stage_of, microbatches, step, device)
 
 
 def written(runner: RankRunner) -> list[Tensor]:
@@ -62,7 +66,11 @@ def put_back(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def rehearse(
-    runner: RankRunner, stages: Sequence[Stage], microbatches: Sequence[ops.Microbatch], step: int, device: torch.device
+    runner: RankRunner,
+    stage_of: Callable[[Phase], Stage],
+    microbatches: Sequence[ops.Microbatch],
+    step: int,
+    device: torch.device,
 ) -> None:
     """Run the program on these microbatches, but for its look at an optimizer step. It writes gradients and buffers."""
     positive = {name for call in runner.calls for name in positive_values(call.phase)}
@@ -72,7 +80,7 @@ def rehearse(
     with ExitStack() as stack:
         stack.enter_context(swapped(runner, transport=transport, recorder=None, watched=watched))
         for call in runner.calls:
-            run = attempted(call, stages[call.phase.stage], positive, device)
+            run = attempted(call, stage_of(call.phase), positive, device)
             stack.enter_context(swapped(call, run=run, is_checked=False))  # what is made up proves nothing
         environment = runner.given(microbatches)
         for positions in (range(first), range(end, len(runner.nodes))):

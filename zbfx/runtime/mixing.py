@@ -20,7 +20,7 @@ from zbfx.compiled import Compiled, Form, Mixed
 from zbfx.errors import InputError, ZbfxError
 from zbfx.graphs import Phase
 from zbfx.memory.lifetimes import Lifetimes, lifetimes
-from zbfx.memory.predict import Rows, rank_memory
+from zbfx.memory.predict import Rows, walked
 from zbfx.program.boxed import Boxed
 from zbfx.runtime.engine import Batch, Engine
 from zbfx.runtime.ranks import Ranks
@@ -58,11 +58,13 @@ class Recent(Generic[RecentKey, RecentValue]):
         return found
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Served:
-    """A form, and, by identity of its phases, what they run as and how long their values live."""
+    """A form, and, by identity of its phases, what they run as and how long their values live. `is_loaded`: all of its
+    code has run on this device."""
 
     form: Form
+    is_loaded: bool = False
     runs: dict[int, Boxed] = field(default_factory=dict)
     lives: dict[int, Lifetimes] = field(default_factory=dict)
 
@@ -164,6 +166,10 @@ class Mixing:
         assert engine is not None, "refused above"
         self.ranks.given({"microbatches of replicas": counts})
         engine.counts = counts
+        if isinstance(engine.pipe, Mixed):
+            engine.runs += int(engine.runs == 0 and all(one.is_loaded for one in served))
+            for one in served:
+                one.is_loaded = True
         return engine.with_data(rows)
 
     def is_alike(self, rows: Sequence[Sequence[Tensor]], request: Request) -> bool:
@@ -238,15 +244,9 @@ class Mixing:
         if self.pipe.options.limits_bytes and request.wanted.trains:
             pairs = [(one.form, of.count(k)) for k, one in enumerate(distinct)]
             batch = [Rows(form.joint, form.signature, count) for form, count in pairs]
-            engine.held_bytes = {
-                runner.rank: rank_memory(
-                    runner.program,
-                    batch,
-                    self.pipe.options,
-                    lambda phase, granule: served_by[id(phase)].lifetimes(phase, granule),
-                ).peak_bytes
-                for runner in engine.runners
-            }
+            lives = lambda phase, granule: served_by[id(phase)].lifetimes(phase, granule)  # noqa: E731
+            found = [walked(runner.program, batch, self.pipe.options, lives)[0] for runner in engine.runners]
+            engine.held_bytes = {memory.rank: memory.peak_bytes for memory in found}
         return engine
 
     def plan(

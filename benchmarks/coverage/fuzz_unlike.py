@@ -1,0 +1,211 @@
+"""Random steps of unlike microbatches against plain autograd in float64.
+
+    python benchmarks/coverage/fuzz_unlike.py --count 1000 --seed 0 --workers 2
+
+A case is a decoder over 1 to 4 ranks, by a schedule by hand or searched, with the mean of losses or a loss by tokens.
+It takes `STEPS` steps of 1 to 3 microbatches for each rank, of lengths drawn from the deciles of
+`benchmarks/planner/unlike.py`, an eighth as long. Every fourth case runs over gloo, a process for each rank. Loss and
+every gradient must be within 1e-10. `--workers` cases run at once. Prints one JSON line for each failure, and a summary
+at the end, at Ctrl-C and at SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import zbfx
+from benchmarks.gpt import GPT, GPTConfig
+from benchmarks.planner.unlike import drawn
+
+STEPS, SHORTER, LONGEST, TOLERANCE, VOCABULARY = 10, 8, 64, 1e-10, 24
+LIMIT_S = 240.0  # for a case
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "auto")
+Row = tuple[tuple[Tensor, Tensor], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a seed decides."""
+
+    seed: int
+    ranks: int
+    microbatches: int
+    schedule: str
+    by_tokens: bool
+    on_new_shape: str
+    in_processes: bool
+
+    @classmethod
+    def of(cls, seed: int) -> Case:
+        random = Random(seed)
+        ranks = random.randint(1, 4)
+        return cls(
+            seed,
+            ranks,
+            random.randint(ranks, 2 * ranks),
+            random.choice(SCHEDULES),
+            random.random() < 0.5,
+            "symbolic" if random.random() < 0.8 else "recompile",
+            seed % 4 == 3 and ranks > 1,
+        )
+
+    def steps(self) -> Iterator[list[Row]]:
+        random = Random(self.seed + 1)
+        generator = torch.Generator().manual_seed(self.seed)
+        for _ in range(STEPS):
+            lengths = [
+                min(LONGEST, 1 + drawn(random, "recipes") // SHORTER) for _ in range(random.randint(1, 3 * self.ranks))
+            ]
+            ids = [torch.randint(VOCABULARY, (1, length + 1), generator=generator) for length in lengths]
+            yield [((row[:, :-1], row[:, 1:]), {}) for row in ids]
+
+    def loss_fn(self, logits: Tensor, targets: Tensor) -> Any:
+        total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return (total, torch.ones_like(targets).sum()) if self.by_tokens else total / targets.numel()
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(self.seed)
+        return GPT(GPTConfig(layers=4, hidden=16, heads=2, sequence=LONGEST, vocabulary=VOCABULARY)).double()
+
+    def compiled(self, model: nn.Module) -> zbfx.Pipeline:
+        ids = torch.randint(VOCABULARY, (1, 24))
+        return zbfx.compile(
+            model,
+            stages=self.ranks,
+            microbatches=self.microbatches,
+            example_inputs=(ids,),
+            example_targets=(ids,),
+            loss_fn=self.loss_fn,
+            schedule=self.schedule,
+            check=False,
+        )
+
+
+def expected(case: Case, model: nn.Module, rows: list[Row]) -> Tensor:
+    model.zero_grad()
+    found = [case.loss_fn(model(ids), targets) for (ids, targets), _ in rows]
+    if case.by_tokens:
+        loss: Tensor = sum(total for total, _ in found) / sum(count for _, count in found)
+    else:
+        loss = torch.stack(found).mean()
+    loss.backward()
+    return loss.detach()
+
+
+def largest_error(case: Case, *, binds: bool = False) -> float:
+    """The largest difference of a loss or a gradient of this process over the case's steps."""
+    model = case.model()
+    plain, pipe, worst = copy.deepcopy(model), case.compiled(model), 0.0
+    options: dict[str, Any] = {"on_new_shape": case.on_new_shape}
+    step = pipe.run_local(**options) if not binds else pipe.bind(timeout_s=60.0, **options)
+    with closing(step):
+        own = dict(step.named_parameters())
+        wanted = dict(plain.named_parameters())
+        for rows in case.steps():
+            for parameter in own.values():
+                parameter.grad = None
+            worst = max(worst, abs(float(step.run_split(rows) - expected(case, plain, rows))))
+            for name, parameter in own.items():
+                found, right = parameter.grad, wanted[name].grad
+                assert found is not None, f"no gradient of {name}"
+                assert right is not None, "every parameter has one"
+                worst = max(worst, float((found - right).abs().max()))
+    return worst
+
+
+def rank_of_case(seed: int, rank: int, file: str, queue: Any) -> None:
+    torch.set_num_threads(1)
+    case = Case.of(seed)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=case.ranks, timeout=timedelta(seconds=60)
+    )
+    try:
+        queue.put((rank, largest_error(case, binds=True), None))
+    except Exception as error:
+        queue.put((rank, float("inf"), f"{type(error).__name__}: {error}"))
+    finally:
+        dist.destroy_process_group()
+
+
+def run_in_processes(case: Case) -> tuple[float, str | None]:
+    """The case over gloo. Its processes end with it, those that hang too."""
+    context = get_context("spawn")
+    queue = context.Queue()
+    with TemporaryDirectory() as folder:
+        arguments = [(case.seed, rank, f"{folder}/store", queue) for rank in range(case.ranks)]
+        processes = [context.Process(target=rank_of_case, args=given) for given in arguments]
+        for process in processes:
+            process.start()
+        try:
+            found = [queue.get(timeout=LIMIT_S) for _ in processes]
+        except Exception:
+            return float("inf"), f"hangs: no result within {LIMIT_S:g} s"
+        finally:
+            for process in processes:
+                process.join(timeout=5)
+                process.kill()
+    texts = [text for _, _, text in found if text is not None]
+    return max(error for _, error, _ in found), texts[0] if texts else None
+
+
+def run_case(seed: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    case, begun = Case.of(seed), perf_counter()
+    try:
+        error, text = run_in_processes(case) if case.in_processes else (largest_error(case), None)
+    except Exception as failure:
+        error, text = float("inf"), f"{type(failure).__name__}: {failure}"
+    return {**vars(case), "error": error, "text": text, "seconds": round(perf_counter() - begun, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=1000, help="steps")
+    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--workers", type=int, default=1, help="cases at once")
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    counts, worst, failed = Counter[str](), 0.0, list[int]()
+    seeds = range(args.seed, args.seed + -(-args.count // STEPS))
+    pool = ProcessPoolExecutor(args.workers, mp_context=get_context("spawn"))
+    try:
+        for done in as_completed([pool.submit(run_case, seed) for seed in seeds]):
+            found = done.result()
+            counts[f"{'gloo' if found['in_processes'] else 'one process'}, {found['ranks']} ranks"] += STEPS
+            worst = max(worst, found["error"])
+            if found["error"] > TOLERANCE:
+                failed.append(found["seed"])
+                print(json.dumps(found), flush=True)
+    except KeyboardInterrupt:
+        pool.shutdown(wait=False, cancel_futures=True)
+    print(json.dumps({"steps": sum(counts.values()), "worst": worst, "failed": failed, **dict(sorted(counts.items()))}))
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
