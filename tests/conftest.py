@@ -39,6 +39,19 @@ def for_small_models() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def all_traces() -> dict[str, Any]:
+    return {}
+
+
+@pytest.fixture
+def known_traces(monkeypatch: pytest.MonkeyPatch, all_traces: dict[str, Any]) -> None:
+    """Models that are alike are traced once for all tests that ask for this."""
+    from tests.support.known_traces import trace_once  # brings all of zbfx
+
+    trace_once(monkeypatch, all_traces)
+
+
 @pytest.fixture
 def launch(pool: Pool) -> Launch:
     return pool.launch

@@ -15,6 +15,8 @@ from tests.support.optimizers import adamw
 from tests.support.reference import compiled, reference
 from zbfx.optim import PostValidated
 
+pytestmark = pytest.mark.usefixtures("known_traces")
+
 STEPS, DECAY = 12, 0.75
 
 

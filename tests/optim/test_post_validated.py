@@ -25,6 +25,8 @@ from zbfx.optim.state import Act
 from zbfx.program.calls import PhaseCall
 from zbfx.runtime.runner import RankRunner
 
+pytestmark = pytest.mark.usefixtures("known_traces")
+
 BLOCKS, WIDTH, MICROBATCHES = 4, 6, 3
 
 

@@ -10,6 +10,8 @@ from tests.support.optimizers import same_bits, train
 from tests.support.reference import compiled
 from zbfx.program import ops
 
+pytestmark = pytest.mark.usefixtures("known_traces")
+
 RANKS, MICROBATCHES = 4, 6
 
 

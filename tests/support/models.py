@@ -146,7 +146,7 @@ def unet_batch_norm(microbatches: int) -> Problem:
 def encoder_decoder(microbatches: int) -> Problem:
     """torch's own Transformer: the encoder's output is read by every decoder layer."""
     torch.manual_seed(0)
-    model = nn.Transformer(8, 2, 2, 3, 16, dropout=0.0, batch_first=True)
+    model = nn.Transformer(8, 2, 2, 2, 16, dropout=0.0, batch_first=True)
     rows = ROWS * microbatches
     source, target = numbers(rows, 5, 8), numbers(rows, 4, 8, seed=2)
     return Problem(model, mean_squares, (source, target), (numbers(rows, 4, 8, seed=3),))
@@ -163,7 +163,7 @@ def gpt2(microbatches: int) -> Problem:
 
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=32, n_positions=8, n_embd=16, n_layer=4, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
     )
     tokens = ids(ROWS * microbatches, 9, vocabulary=32)
     return Problem(GPT2LMHeadModel(config), logits_loss, (tokens[:, :-1],), (tokens[:, 1:],))
@@ -177,7 +177,7 @@ def llama(microbatches: int, **options: Any) -> Problem:
         vocab_size=32,
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=16,
@@ -199,7 +199,7 @@ def bert(microbatches: int) -> Problem:
     config = BertConfig(
         vocab_size=32,
         hidden_size=16,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=32,
         max_position_embeddings=16,
@@ -225,7 +225,7 @@ def t5(microbatches: int) -> Problem:
         d_kv=8,
         d_ff=32,
         num_layers=2,
-        num_decoder_layers=3,
+        num_decoder_layers=2,
         num_heads=2,
         dropout_rate=0.0,
     )
@@ -245,7 +245,7 @@ def vit(microbatches: int) -> Problem:
     torch.manual_seed(0)
     config = ViTConfig(
         hidden_size=16,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=32,
         image_size=8,

@@ -1,8 +1,8 @@
 """Scenarios over gloo: functions of a rank, each run by processes of its own process group.
 
 Imports take seconds, so processes are kept from one scenario to the next, unless they hang or end. They are
-forked from processes that have imported and run nothing. Every rank has other hashes of strings than its neighbours. No
-process outlives the one that started it.
+forked from processes that have imported, have compiled once, and run nothing. Every rank has other hashes of strings
+than its neighbours. A rank traces models that are alike once. No process outlives the one that started it.
 """
 
 from __future__ import annotations

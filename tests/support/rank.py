@@ -25,8 +25,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import tests.support.reference  # noqa: F401  what scenarios import
-import zbfx
+from tests.support.known_traces import trace_once
+from tests.support.models import gpt2, mlp
+from tests.support.reference import compiled
 from tests.support.small import settle_for_small_models
 
 Task = tuple[Callable[..., Any], tuple[Any, ...], int, int, int]  # scenario, arguments, rank, world size, port
@@ -85,9 +86,12 @@ def serve(connection: Connection) -> None:
 
 def fork(control: Connection) -> None:
     """Ranks on request, each with a connection and a file for what it writes to stderr, and how they have ended."""
-    assert zbfx.Pipeline.__name__, "imported once, before the first rank"
+    patch = pytest.MonkeyPatch()
     torch.set_num_threads(1)
-    settle_for_small_models(pytest.MonkeyPatch())
+    settle_for_small_models(patch)
+    trace_once(patch, {})
+    gpt2(1)  # what both import is imported once, before the first rank
+    compiled(mlp(1), 2, 1, check=False)
     gc.collect()
     gc.freeze()
     control.send(True)
