@@ -405,12 +405,12 @@ MORE_CASES: tuple[Case, ...] = (
     dual(
         "bridgetower",
         "BridgeTowerForContrastiveLearning",
-        hidden_size=16,
+        hidden_size=64,  # as many heads as it has 64s
         num_attention_heads=2,
         num_hidden_layers=2,
         contrastive_hidden_size=16,
         logit_scale_init_value=2.6592,
-        text_config={**TEXT, "num_hidden_layers": 2},
+        text_config={**TEXT, "hidden_size": 64, "num_hidden_layers": 2},
         vision_config={**VISION, "hidden_size": 64, "num_hidden_layers": 2},
     ),
     dual("vision-text-dual-encoder", "VisionTextDualEncoderModel", **TOWERS),
