@@ -35,7 +35,7 @@ from zbfx.asked import (
     tell,
 )
 from zbfx.documents import write_text
-from zbfx.errors import ZbfxError
+from zbfx.errors import WrongPlacement, ZbfxError
 from zbfx.named_model import EXAMPLE, named_arguments
 from zbfx.schedule import names
 from zbfx.schedule.others import others
@@ -185,8 +185,15 @@ def compare_command(options: argparse.Namespace) -> None:
     for schedule in plans:
         table.add_row(*cells(schedule, own or schedule))
     Console(width=max(100, get_terminal_size((120, 24)).columns)).print(table)
-    for name, reason in refused.items():
-        print(f"{name}: {str(reason).splitlines()[0]}")
+    for name, refusal in refused.items():
+        print(f"{name}: {why_not(name, refusal, own)}")
+
+
+def why_not(name: str, refusal: ZbfxError, own: Schedule | None) -> str:
+    """Why a schedule is no row of the table, in a line. A model has no cost table whose placement could be set."""
+    if own is not None and isinstance(refusal, WrongPlacement):
+        return f"{refusal.reason}. The model is cut for it by --schedule {name}"
+    return str(refusal).splitlines()[0]
 
 
 def cells(schedule: Schedule, own: Schedule) -> tuple[str, ...]:

@@ -88,6 +88,10 @@ def test_a_model_is_shown_planned_and_compared(folder: Path, capsys: pytest.Capt
     rows = {row["schedule"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["zb-h1"]["microbatches"] == 2
     assert "error" in rows["zb-v"]
+    assert main(["compare", "user_model.py:planned", "--mem-limit", "2x"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"gpipe +│ +[\d.]+ µs │", printed)
+    assert "found (0, 1). The model is cut for it by --schedule zb-v\n" in printed
 
 
 def test_a_profile_says_what_each_rank_did(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
