@@ -24,6 +24,8 @@ from zbfx.graphs import Joint, Split, Stage, copy_graph
 from zbfx.plan import Kind
 from zbfx.runtime.digest import digest
 
+pytestmark = pytest.mark.usefixtures("known_traces")
+
 SINE = [zbfx.Pass("joint", sine_for_tanh)]
 
 

@@ -17,6 +17,8 @@ from tests.support.reference import compiled
 from zbfx import InputError, InvalidSchedule, NoFeasibleSchedule, PipelineFault, TraceError, ZbfxError
 from zbfx.options import placement_of
 
+pytestmark = pytest.mark.usefixtures("known_traces")
+
 WIDTH = 6
 
 
