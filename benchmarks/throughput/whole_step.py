@@ -7,7 +7,7 @@ Systems: `plain`, one process, each block compiled by torch.compile, gradients a
 over all processes, which share the microbatches; `zbfx`, a pipeline over all processes, compiled and captured. Each
 takes the same microbatches, AdamW (fused on GPUs), and float32 masters under autocast or bfloat16. One JSON object a
 line: milliseconds of a step in a row of steps (the median, on the slowest rank), losses of the first steps, which are
-to be equal, peak memory.
+to be equal, peak memory; of zbfx what was planned, and what each rank did in one step.
 """
 
 from __future__ import annotations

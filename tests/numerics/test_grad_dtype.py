@@ -64,7 +64,7 @@ def test_float32_gradients_of_bfloat16_parameters_have_torchs_bits(stages: int, 
     problem = narrow(mlp(4))
     loss, expected = plain(problem, 4, dict.fromkeys(problem.model.state_dict(), F32))
     step = compiled(problem, stages, 4, schedule=schedule, grad_dtype=F32).run_local()
-    torch.testing.assert_close(step(*problem.inputs, *problem.targets), loss)
+    torch.testing.assert_close(step(*problem.inputs, *problem.targets).to(loss.dtype), loss)
     assert_same_bits(gradients(step), expected)
     step(*problem.inputs, *problem.targets)  # adds to them
     assert_same_bits(gradients(step), {name: 2 * gradient for name, gradient in expected.items()})
@@ -262,3 +262,13 @@ def test_the_loss_does_not_depend_on_grad_dtype() -> None:
         losses.append(compiled(problem, 1, 2, grad_dtype=dtype).run_local()(*problem.inputs, *problem.targets))
         problem.model.zero_grad()
     assert torch.equal(*losses)
+
+
+def test_the_loss_of_a_batch_is_not_rounded_to_half_precision() -> None:
+    """Its microbatches' losses are in bfloat16, and their mean in float32."""
+    problem = narrow(mlp(4))
+    step = compiled(problem, 2, 4).run_local()
+    loss = step(*problem.inputs, *problem.targets)
+    assert {value.dtype for value in step.losses} == {torch.bfloat16}
+    assert loss.dtype is torch.float32
+    assert torch.equal(loss, torch.stack([value.float() for value in step.losses]).mean())

@@ -248,6 +248,16 @@ def test_where_every_step_clips_and_where_none_does() -> None:
     assert same_bits(never, loud(4, torch.float32, 3, 12, max_norm=1e3, sync=True))
 
 
+def test_a_step_after_a_clipped_one_waits_unless_told_otherwise() -> None:
+    max_norm, barrier = clipping(3, torch.float32, 2, NAMES[0])
+    found = loud(3, torch.float32, 2, 30, OPTIMIZERS[NAMES[0]], max_norm=max_norm, scheduled=True, sync=None)
+    assert same_bits(found, barrier)
+    assert found.counts["clipped"] == barrier.counts["clipped"]
+    clips = [norm > max_norm for norm in barrier.norms]
+    begins = sum(clip and not before for before, clip in zip([False, *clips], clips, strict=False))
+    assert found.counts["repeated"] == begins < barrier.counts["clipped"]
+
+
 def test_early_messages_are_dropped_before_a_step_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that sent one waits until it is, and may be what a correction of another rank waits for."""
     events: list[str] = []
@@ -495,7 +505,7 @@ def test_half_precision_overflow_in_one_stage_lowers_the_scale() -> None:
         pipe = compiled(problem, 3, 3)
     step = pipe.run_local()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
-    optimizer = PostValidated(adamw(step.parameters()), step, max_norm=1.0, grad_scaler=scaler)
+    optimizer = PostValidated(adamw(step.parameters()), step, max_norm=1.0, grad_scaler=scaler, sync=False)
     before = [p.detach().clone() for p in step.parameters()]
     scales, verdicts = [scaler.get_scale()], []
     for _ in range(20):

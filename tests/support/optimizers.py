@@ -58,7 +58,7 @@ def train(
 ) -> Result:
     """`scheduled`: with a learning rate that changes after every step; `rolled`: and a batch that does; `rows`: of the
     batch, in turn."""
-    optimizer = PostValidated(make(step.parameters()), step, **options)
+    optimizer = PostValidated(make(step.parameters()), step, **{"sync": False, **options})
     prepare(optimizer)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if scheduled else None
     losses, norms = [], []

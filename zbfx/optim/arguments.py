@@ -25,7 +25,7 @@ class Asked:
     check_finite: bool
     grad_scaler: object  # its state
     rollback: str | None
-    sync: bool
+    sync: bool | None
 
 
 def checked_step(step: Any) -> Step:

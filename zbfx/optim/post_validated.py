@@ -52,7 +52,8 @@ class PostValidated(torch.optim.Optimizer):
     rollback     how a wrong step is undone: "exact" (a copy of what it is about to change, on the device or, where that
                  is full, on the host), "arithmetic" (the inverse of the step, in place, up to rounding); None: exact
                  while memory allows it
-    sync         wait for all ranks in `step()` instead, as a barrier does: for comparison
+    sync         True: wait for all ranks in `step()` instead, as a barrier does. False: never. None: in a step after
+                 one that was clipped or skipped, for it will most likely be wrong, too, and its way back takes longer
 
     `verdict` is that of the last settled step, `counts` adds them up, `print(opt.plan())` says what a step takes with a
     barrier and without, and what the way back costs. Raises `ZbfxError` for arguments of other kinds, optimizers that
@@ -67,12 +68,12 @@ class PostValidated(torch.optim.Optimizer):
         check_finite: bool = True,
         grad_scaler: torch.amp.GradScaler | None = None,
         rollback: str | None = None,
-        sync: bool = False,
+        sync: bool | None = None,
     ) -> None:
         # Not Optimizer.__init__: groups, state and hooks are the wrapped optimizer's (see __getattr__).
         def checked() -> None:
             self.optimizer = checked_optimizer(optimizer, step)
-            self.target, self.sync = step, true_or_false("sync", sync)
+            self.target, self.sync = step, None if sync is None else true_or_false("sync", sync)
             self.rules = Rules.of(max_norm, check_finite)
             self.rollback = checked_rollback(rollback, self.optimizer)
             self.grad_scaler = arguments.checked_scaler(grad_scaler, check_finite, self.optimizer)
@@ -105,6 +106,7 @@ class PostValidated(torch.optim.Optimizer):
             self.shares.append(Share(runner.rank, tuple(stepped), tuple(counted)))
         self.seen: dict[int, list[Any]] = {share.rank: [] for share in self.shares} if check_finite else {}
         self.zero: bool | None = None  # whether the zero_grad that waits sets gradients to None
+        self.waits = bool(sync)  # whether the step that is taken waits for all ranks
         self.runners: list[RankRunner] = []
         step.attach(self, self.scale)
         if not sync:
@@ -178,7 +180,8 @@ class PostValidated(torch.optim.Optimizer):
                     gradient.div_(scale)
         seen = {rank: taken(watched) for rank, watched in self.seen.items()}
         self.pending = PendingStep(self, gradients, hyperparameters(self.optimizer), seen)
-        if self.sync:
+        self.waits = self.sync or (self.sync is None and self.verdict is not None and not self.verdict.is_clean)
+        if self.waits:
             self.target.guarded(self.wait_and_step)
         else:
             self.target.guarded(self.pass_on_and_step)
@@ -239,7 +242,7 @@ class PostValidated(torch.optim.Optimizer):
         """Whether the device leaves out early steps that would be wrong, as fused optimizers let it. Otherwise this
         process does, and has to wait for the gradients to read their norms."""
         fused = all(group.get("fused") for group in self.optimizer.param_groups)
-        return fused and type(self.optimizer) in WITH_FUSED and len(self.layout.chain) > 1 and not self.sync
+        return fused and type(self.optimizer) in WITH_FUSED and len(self.layout.chain) > 1 and not self.waits
 
     def early_act(self, rank: int, partial: Verdict) -> Act:
         """What a rank does on a partial state: a norm that is too large already, or not finite, makes a step wrong."""
@@ -317,7 +320,7 @@ class PostValidated(torch.optim.Optimizer):
         self.counts.clipped += not verdict.skipped and verdict.factor != 1.0
         self.counts.skipped += verdict.skipped
         self.counts.rolled_back += rolled_back
-        self.counts.repeated += not self.sync and verdict.refutes_any
+        self.counts.repeated += not self.waits and verdict.refutes_any
         if self.grad_scaler is not None:
             arguments.update_scale(self.grad_scaler, overflow=verdict.skipped)
             for engine in self.target.engines:

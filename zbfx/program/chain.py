@@ -27,6 +27,7 @@ from zbfx.metrics import MetricKind
 from zbfx.plan import Action, Kind, parts
 from zbfx.program.messages import POST_AHEAD, Message, TensorLayout, contiguous, post_positions
 from zbfx.schedule.schedule import Schedule
+from zbfx.trace.loss import dtype_of_batch_loss
 
 Summed = tuple[tuple[str, TensorLayout], ...]  # the loss of a batch and its metrics, by name
 
@@ -110,14 +111,14 @@ def loss_rank(stages: Sequence[Stage], placement: Sequence[int]) -> int:
 
 
 def summary_of(stages: Sequence[Stage], metrics: Sequence[MetricKind] = ()) -> Summed:
-    """How the loss of the batch travels, a scalar of the losses' dtype, and its metrics."""
+    """How the loss of the batch, a scalar, and its metrics travel."""
     phase = loss_phase(stages)
     if not phase.has_loss:
         return ()
     returned: Any = phase.module.graph.output_node().args[0]
     values = [node.meta["val"] for node in returned[len(phase.results) :]]
     places = {str(port): value for port, value in zip(phase.last, values, strict=True)}
-    found = [(LOSS, TensorLayout((), (), places[LOSS].dtype))]
+    found = [(LOSS, TensorLayout((), (), dtype_of_batch_loss(places[LOSS].dtype)))]
     for kind in metrics:
         name = str(Port(Role.METRIC, kind.name))
         found.append((name, contiguous(tuple(places[name].shape), kind.dtype_of_batch(places[name].dtype))))

@@ -91,7 +91,7 @@ def sent_values(stages: Sequence[Stage], placement: Sequence[int]) -> dict[tuple
     return {
         maker: [
             SentValues(target, tuple(names), tuple(layout_of(stages[target].examples[name]) for name in names))
-            for target, names in once_for_each_rank(maker, targets, placement).items()
+            for target, names in targets.items()
         ]
         for maker, targets in needs.items()
     }
@@ -106,38 +106,39 @@ def messages_among(forms: Forms, schedule: Schedule) -> list[Message]:
     """Every message of a step, each sender's in the order in which it sends them."""
     placement = schedule.costs.placement
     sent = [sent_values(stages, placement) for stages in forms.stages]
+    turn = {part: k for order in schedule.ranks for k, action in enumerate(order) for part in parts(action)}
     messages = []
     for rank, order in enumerate(schedule.ranks):
         for producer in (part for action in order for part in parts(action)):
-            for target, names, layouts in sent[forms.of[producer.microbatch]].get((producer.stage, producer.kind), ()):
-                reader = reader_of(producer.stage, producer.kind, target)
-                ends = producer, Action(reader, target, producer.microbatch), rank, placement[target]
-                messages.append(Message(f"{producer}>{target}", *ends, names, layouts))
+            wanted = sent[forms.of[producer.microbatch]].get((producer.stage, producer.kind), ())
+            readers = {waiting_action(producer, values.target): values for values in wanted}
+            for reader, values in once_for_each_rank(readers, placement, turn).items():
+                ends = producer, reader, rank, placement[reader.stage]
+                messages.append(Message(f"{producer}>{reader.stage}", *ends, values.names, values.layouts))
     return messages
 
 
-def reader_of(source: int, kind: Kind, target: int) -> Kind:
-    """The phase of stage `target` that waits for what this phase of stage `source` makes."""
-    return Kind.F if kind is Kind.F and source < target else Kind.B
+def waiting_action(producer: Action, stage: int) -> Action:
+    """The action of a stage that waits for what `producer` makes."""
+    kind = Kind.F if producer.kind is Kind.F and producer.stage < stage else Kind.B
+    return Action(kind, stage, producer.microbatch)
 
 
 def once_for_each_rank(
-    source: tuple[int, Kind], targets: Mapping[int, Sequence[str]], placement: Sequence[int]
-) -> dict[int, list[str]]:
-    """The values that `source` sends to each target stage. One that several stages of a rank read travels once, for the
-    one that runs first: Fs run in the order of stages, and Bs after them, from the last stage to the first."""
-
-    def turn(target: int) -> tuple[bool, int]:
-        is_late = reader_of(*source, target) is Kind.B
-        return is_late, -target if is_late else target
-
+    readers: Mapping[Action, SentValues], placement: Sequence[int], turn: Mapping[Action, int]
+) -> Mapping[Action, SentValues]:
+    """What each of the readers is sent. A value that several actions of a rank read travels once, for that which the
+    rank runs first; `turn` has their places in its order."""
+    if len({placement[reader.stage] for reader in readers}) == len(readers):
+        return readers
     arrived: set[tuple[int, str]] = set()
-    first: dict[int, list[str]] = {}
-    for target in sorted(targets, key=turn):
-        rank = placement[target]
-        first[target] = [name for name in targets[target] if (rank, name) not in arrived]
-        arrived.update((rank, name) for name in targets[target])
-    return {target: first[target] for target in sorted(first) if first[target]}
+    first: dict[Action, SentValues] = {}
+    for reader in sorted(readers, key=turn.__getitem__):
+        target, names, layouts = readers[reader]
+        kept = [k for k, name in enumerate(names) if (placement[target], name) not in arrived]
+        first[reader] = SentValues(target, tuple(names[k] for k in kept), tuple(layouts[k] for k in kept))
+        arrived.update((placement[target], name) for name in names)
+    return {reader: first[reader] for reader in readers if first[reader].names}
 
 
 def layout_of(example: Tensor) -> TensorLayout:

@@ -10,7 +10,7 @@ from zbfx.runtime.runner import Pending
 class Optimizer(Protocol):
     """What a step asks of it."""
 
-    sync: bool
+    sync: bool | None
     layout: Any  # the `chain` of ranks along which its state passes, and the state's `size`
     seen: dict[int, list[Any]]  # by rank, where the largest values that actions made are noted
     runners: list[Any]

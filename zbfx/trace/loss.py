@@ -70,10 +70,18 @@ class Reduction:
             weight.copy_(on_device(torch.where(tokens > 0, 1.0 / tokens, 0.0), weight.device))
 
     def combine(self, losses: Sequence[Tensor], gradient: Tensor) -> Tensor:
-        """The batch's loss, a scalar, from those of the microbatches of all replicas."""
+        """The batch's loss, a scalar, from those of the microbatches of all replicas, in float32 at least: half
+        precision would round the sum once more."""
+        whole = torch.stack(list(losses))
+        whole = whole.to(dtype_of_batch_loss(whole.dtype))
         if self.name is LossReduction.MEAN and self.count is None:
-            return torch.stack(list(losses)).mean()
-        return (torch.stack(list(losses)).sum(0) * gradient).sum()
+            return whole.mean()
+        return (whole.sum(0) * gradient).sum()
+
+
+def dtype_of_batch_loss(dtype: torch.dtype) -> torch.dtype:
+    """That of the batch's loss, where microbatches have losses of this one."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def separate_count(joint: Joint) -> Joint:
