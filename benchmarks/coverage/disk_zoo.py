@@ -34,12 +34,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import zbfx
 from benchmarks.coverage.disk_cases import MORE_CASES
 from benchmarks.coverage.model_zoo import Progress, Row, run_apart, versions
+from benchmarks.coverage.seen_cases import SEEN_CASES
 from benchmarks.coverage.zoo_cases import CASES, Case, batch_of, model_of
 
 STAGES, MICROBATCHES, STEPS = 3, 2, 2
 # Of a loss and of logits, relative; the library computes many losses in float32.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-6}
-ALL = (*CASES, *MORE_CASES)
+MORE = (*MORE_CASES, *SEEN_CASES)
+ALL = (*CASES, *MORE)
 
 
 def examine(case: Case, progress: Progress) -> None:
@@ -171,7 +173,7 @@ def stop(*_: Any) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="ARCHITECTURE", help="these architectures alone")
-    parser.add_argument("--more", action="store_true", help="those of disk_cases.py alone")
+    parser.add_argument("--more", action="store_true", help="those of disk_cases.py and seen_cases.py alone")
     parser.add_argument("--part", default="0/1", help="K/N: the Kth of N parts of the table")
     parser.add_argument("--workers", type=int, default=1, help="how many models at a time")
     parser.add_argument("--limit-s", type=float, default=180.0, help="seconds that one architecture may take")
@@ -187,7 +189,7 @@ def main() -> int:
         return 0
     part, parts = map(int, options.part.split("/"))
     chosen = [
-        case for case in (MORE_CASES if options.more else ALL) if not options.only or case.architecture in options.only
+        case for case in (MORE if options.more else ALL) if not options.only or case.architecture in options.only
     ][part::parts]
     present = [case for case in chosen if is_present(case)]
     rows: list[Row] = []
