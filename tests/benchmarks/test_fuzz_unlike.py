@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.coverage.fuzz_unlike import STEPS, TOLERANCE, Case, largest_error
 
-SEEDS = (1, 4, 12)
+SEEDS = (4, 5)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -570,6 +570,52 @@ def outputs(device: torch.device) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+def double_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def unlike(device: torch.device) -> dict[str, float]:
+    """By backend, the largest error of losses and gradients of steps of unlike microbatches in float64, beside steps of
+    the example's."""
+    found: dict[str, float] = {}
+    generator, alike = torch.Generator().manual_seed(0), [48, 48]
+    for backend in BACKENDS:
+        torch.manual_seed(0)
+        model = GPT(replace(SMALL, layers=4, hidden=64)).double().to(device)
+        plain = GPT(replace(SMALL, layers=4, hidden=64)).double().to(device)
+        plain.load_state_dict(model.state_dict())
+        example = torch.zeros(1, 48, dtype=torch.long, device=device)
+        pipe = zbfx.compile(
+            model,
+            stages=dist.get_world_size(),
+            microbatches=2,
+            example_inputs=(example,),
+            example_targets=(example,),
+            loss_fn=double_loss,
+            backend=backend,
+            check=False,
+        )
+        step, worst = pipe.bind(on_new_shape="symbolic"), 0.0
+        for lengths in ([64, 32, 96], alike, [32], alike, [64, 32, 96], alike, [96, 32, 32, 64, 48], alike):
+            ids = [torch.randint(512, (1, length + 1), generator=generator).to(device) for length in lengths]
+            rows = [(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in ids]
+            plain.zero_grad()
+            expected = torch.stack([double_loss(plain(x), y) for x, y in rows]).mean()
+            expected.backward()
+            for parameter in step.parameters():
+                parameter.grad = None
+            loss = step.run_split([(row, {}) for row in rows])
+            worst = max(worst, float((loss - expected.detach()).abs()))
+            for name, parameter in step.named_parameters():
+                right = plain.get_parameter(name).grad
+                assert parameter.grad is not None, name
+                assert right is not None, name
+                worst = max(worst, float((parameter.grad - right).abs().max()))
+        step.close()
+        found[backend] = worst
+    return found
+
+
 def checkpointed(device: torch.device, backend: str = "cudagraph") -> dict[str, dict[str, Any]]:
     """What a captured step has after three steps, and the losses of three more. It saves that, at once and again aside
     while these steps run; where that has been saved, it loads both, after steps of its own."""
@@ -630,6 +676,7 @@ SCENARIOS: dict[str, Callable[[torch.device], Any]] = {
     "emptied": emptied,
     "profiled": profiled,
     "outputs": outputs,
+    "unlike": unlike,
     "checkpointed": checkpointed,
 }
 

@@ -106,6 +106,14 @@ def test_code_is_loaded_before_messages(tmp_path: Path, world: int) -> None:
     assert all(found == first for found in others)
 
 
+def test_steps_of_unlike_microbatches_equal_plain_autograd(tmp_path: Path) -> None:
+    """With every backend, before and after steps of the example's shape and number, which are captured where others
+    are."""
+    for errors in launch(2, "unlike", tmp_path):
+        assert errors.keys() == BACKENDS.keys()
+        assert max(errors.values()) < 1e-9, errors
+
+
 def test_forwards_are_compiled_and_captured_as_steps_are(tmp_path: Path) -> None:
     """Outputs, evaluations and metrics are the same each time, and those of eager in bits where nothing is compiled."""
     first, other = launch(2, "outputs", tmp_path)
