@@ -155,6 +155,12 @@ def workspace_bytes(device: torch.device) -> int:
     return 32 * 2**20 if hopper else (2 * 4096 + 8 * 16) * 1024
 
 
+def input_bytes(joint: Joint, granule: int) -> dict[str, int]:
+    """The bytes of the tensors of a microbatch, by name."""
+    ports = joint.input_ports().items()
+    return {port.name: rounded(value_bytes(node), granule) for node, port in ports if port.role is Role.INPUT}
+
+
 def static_of(program: Program, batch: Sequence[Rows], slots: float, granule: int) -> Static:
     """The static bytes of a rank. The optimizer keeps `slots` tensors of the size of each parameter that it trains."""
     joint = batch[0].joint
@@ -179,11 +185,11 @@ def static_of(program: Program, batch: Sequence[Rows], slots: float, granule: in
         gradients=sum(summed[name] for name in (*trained, *partial)),
         buffers=sum(sizes[name] for name in buffers),
         batch=sum(
-            rounded(value_bytes(node), granule) * (1 if port.name in whole else rows.microbatches)
+            read[name] * (1 if name in whole else rows.microbatches)
             for rows in batch
             for whole in [{spec.name for spec in rows.signature.tensors if spec.batch_dim is None}]
-            for node, port in rows.joint.input_ports().items()
-            if port.role is Role.INPUT and port.name in inputs
+            for read in [input_bytes(rows.joint, granule)]
+            for name in inputs
         ),
         optimizer=round(slots * sum(sizes[name] for name in trained)),
     )
