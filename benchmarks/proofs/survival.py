@@ -38,6 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import zbfx
+import zbfx.pipeline  # before processes are forked
 from benchmarks.proofs.fault_matrix import LIMIT_S, forked, reaped, serve
 from zbfx.testing import faults
 
@@ -109,7 +110,10 @@ def ranked(rank: int, port: int, file: Path, replicas: int, kills: Kills, steps:
     world = replicas * RANKS
     store = dist.TCPStore("127.0.0.1", port, world, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=LIMIT_S))
-    found = trained(rank, replicas, RANKS, steps, kills)
+    try:
+        found = trained(rank, replicas, RANKS, steps, kills)
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {error}"}
     torch.save(found, f"{file}.begun")
     os.rename(f"{file}.begun", file)
     os._exit(0)
@@ -140,11 +144,13 @@ def reference(replicas: int, ends: Kills) -> dict[int, Any]:
 
 def row(replicas: int, kills: Kills) -> dict[str, Any]:
     found, left = launched(replicas, kills)
+    errors = {rank: found.pop(rank)["error"] for rank in sorted(found) if "error" in found[rank]}
     printed = [line for rank in found.values() for line in rank["printed"] if "has ended" in line]
     steps = [(int(step), again == "runs again") for line in printed for step, again in STEP.findall(line)]
     result = {"replicas": replicas, "killed": kills, "steps": steps, "left": left}
     result["seconds"] = round(max((rank["seconds"] for rank in found.values()), default=0.0), 2)
-    return result | {"wrong": list(wrong(result, found))}
+    said = [f"rank {rank}: {error}" for rank, error in errors.items()]
+    return result | {"wrong": [*said, *wrong(result, found)]}
 
 
 STEP = re.compile(r"Step (\d+) (runs again|is over)")
