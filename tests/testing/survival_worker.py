@@ -3,9 +3,11 @@ tests/support/pool.py."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,6 +16,8 @@ from benchmarks.proofs.survival import batch, pipeline
 from tests.processes.worker import refusal
 from tests.support.models import Problem, mixed, mlp, token_loss
 from tests.support.reference import compiled
+from zbfx.comm import seats
+from zbfx.comm.seats import Wire
 from zbfx.optim import PostValidated
 from zbfx.testing import faults
 
@@ -55,6 +59,26 @@ def ends(rank: int, *killed: int) -> dict[str, Any]:
     found["evaluate"] = refusal(lambda: step.evaluate(*batch(0, 0)))
     step.close()
     found["closed"] = refusal(lambda: step(*batch(0, 0)))
+    return found
+
+
+def late(rank: int) -> dict[str, Any]:
+    """Process 3 is killed in its second step, and process 0 is too late, once, to connect."""
+    mesh, pipe = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")), pipeline(2)
+    step, late_once = pipe.bind(mesh, survive=True, timeout_s=60.0), iter([rank == 0])
+
+    def wire(*args: Any) -> Any:
+        if next(late_once, False):
+            raise RuntimeError("late")
+        return Wire(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seats, "Wire", wire)
+        patch.setattr(seats, "MEETING", timedelta(seconds=2))
+        with faults.injected(faults.Kill(), faults.action("F1.1"), rank=3, after=1):
+            losses = [step(*batch(number, rank // 2)).item() for number in range(3)]
+    found = {"losses": losses, "generation": step.survival.generation if step.survival else 0}
+    step.close()
     return found
 
 

@@ -61,6 +61,13 @@ def test_what_goes_on_and_what_does_not(launch: Launch) -> None:
 
 
 @pytest.mark.slow
+def test_a_process_that_is_late_is_waited_for_once_more(launch: Launch) -> None:
+    found = launch(4, survival_worker.late, ends={3})
+    assert len({tuple(own["losses"]) for own in found.values()}) == 1
+    assert {own["generation"] for own in found.values()} == {2}
+
+
+@pytest.mark.slow
 def test_an_error_ends_all(launch: Launch) -> None:
     said = "replica 1, rank 1, step 1, action B1.0 (stage 1, microbatch 0): InjectedError: on purpose"
     assert {found["text"] for found in launch(4, survival_worker.raises).values()} == {said}

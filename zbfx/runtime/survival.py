@@ -38,6 +38,7 @@ from zbfx.runtime.ranks import OneOfMany
 from zbfx.runtime.runner import Tensors
 from zbfx.runtime.verdict import snapshot
 
+TRIES = 3  # to connect those that are left
 LOOK_FOR_OTHERS_S = 0.05
 ONE_HOST = "survive=True finds out by the system's table of processes who has ended"
 
@@ -208,6 +209,7 @@ class Survival:
         specs = self.step.engine.pipe.signature.tensors
         found: dict[Seat, list[list[Tensor]]] = {}
         on_way: list[tuple[Transfer, Tensor, Tensor | None]] = []
+        who = "the batch of another replica, a process of which"
         for seat in crew.adopted:
             keeper, host = crew.keeper(seat.replica), crew.seats[seat]
             if own not in (keeper, host):
@@ -218,11 +220,12 @@ class Survival:
             for row in found.get(seat, rows):
                 for tensor in (tensor for spec, tensor in zip(specs, row, strict=True) if spec.name in names):
                     bits = tensor.contiguous().reshape(-1).view(torch.uint8)
-                    if own == host:
-                        on_way.append((wire.receive(bits, keeper, crew.tag), bits, tensor))
-                    else:
-                        on_way.append((wire.send(bits, host, crew.tag), bits, None))
-        with waiting(self.channels.name, "the batch of another replica, a process of which"):
+                    with waiting(self.channels.name, who):
+                        if own == host:
+                            on_way.append((wire.receive(bits, keeper, crew.tag), bits, tensor))
+                        else:
+                            on_way.append((wire.send(bits, host, crew.tag), bits, None))
+        with waiting(self.channels.name, who):
             for work, bits, target in on_way:
                 work.wait()
                 if target is not None:
@@ -244,10 +247,11 @@ class Survival:
         self.channels.history.close()
         self.channels.give_up()
         self.channels.cut()
+        tries = 0  # a machine may be too slow to connect in time
         while True:
             self.generation += 1
             try:
-                found = self.meeting(error, is_finished)
+                found = self.meeting(error, is_finished, again=tries > 0)
                 is_over = self.decided(found, error)
                 left = [process for process, standing in found.items() if not standing.has_left]
                 if len(left) == len(found):
@@ -257,8 +261,11 @@ class Survival:
                 self.end(fault)
             except ZbfxError as refusal:
                 self.end(PipelineFault(f"{refusal}. {error}"))
-            except RuntimeError:  # another has ended meanwhile
+            except RuntimeError:  # another has ended meanwhile, or was late
+                tries += 1
                 self.crew.cut()
+                if tries == TRIES:
+                    self.end(error)
         if min(found) == dist.get_rank() and self.crew.adopted:
             again = "is over" if is_over else "runs again"
             after_s = time.monotonic() - begun
@@ -283,12 +290,13 @@ class Survival:
 
     def leave(self) -> None:
         """This process makes no further step; others may still be at the end of its last."""
-        self.channels.history.store.set(f"{dist.get_rank()} trains no more", f"{self.step.count + 1} 0")
+        self.channels.history.store.set(f"{dist.get_rank()} trains no more", f"{self.step.count + 1} 0 0")
 
-    def meeting(self, error: PipelineFault, is_finished: bool) -> dict[int, Standing]:
-        """Who is left, or has left, and where each is. The same on all."""
+    def meeting(self, error: PipelineFault, is_finished: bool, *, again: bool) -> dict[int, Standing]:
+        """Who is left, or has left, and where each is. The same on all. Raises `error` where all are there, unless one
+        of them asks to connect `again`."""
         store, stem, own = self.channels.history.store, f"generation {self.generation}", dist.get_rank()
-        store.set(f"{stem} at {own}", f"{self.step.count + 1} {int(is_finished)}")
+        store.set(f"{stem} at {own}", f"{self.step.count + 1} {int(is_finished)} {int(again)}")
         before, deadline = set(self.crew.alive), time.monotonic() + self.channels.timeout.total_seconds()
         while True:
             gone = {process for process in before if is_gone(self.numbers[process])}
@@ -302,13 +310,15 @@ class Survival:
             time.sleep(LOOK_FOR_OTHERS_S)
         chosen = store.compare_set(f"{stem} members", "", json.dumps([sorted(there), sorted(left)]))
         there, left = map(set, json.loads(chosen.decode()))
-        if there == before or own not in there:
+        if own not in there:
             raise error
         told = {process: store.get(f"{stem} at {process}").decode().split() for process in sorted(there)}
         told |= {process: store.get(f"{process} trains no more").decode().split() for process in sorted(left)}
+        if there == before and not any(int(asks) for _, _, asks in told.values()):
+            raise error
         return {
             process: Standing(int(number), bool(int(finished)), process in left)
-            for process, (number, finished) in told.items()
+            for process, (number, finished, _) in told.items()
         }
 
     def connect(self, left: Collection[int]) -> None:
