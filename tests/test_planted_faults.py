@@ -17,6 +17,8 @@ from zbfx.graphs import Role
 from zbfx.program import ops
 from zbfx.program.calls import PhaseCall
 
+pytestmark = pytest.mark.usefixtures("known_traces")
+
 WIDTH, MICROBATCHES = 4, 3
 
 

@@ -22,6 +22,8 @@ from zbfx.checkpoint.parts import PartSaver, Piece, boxes_of
 from zbfx.errors import ZbfxError
 from zbfx.runtime.step import Step
 
+pytestmark = pytest.mark.usefixtures("known_traces")
+
 
 def stepping(seed: int = 0, stages: int = 2, **options: Any) -> tuple[nn.Module, Step]:
     torch.manual_seed(seed)

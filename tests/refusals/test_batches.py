@@ -17,6 +17,8 @@ from tests.support.models import Problem, mean_squares, mlp, numbers, squares
 from tests.support.reference import compiled
 from zbfx import InputError, PipelineFault
 
+pytestmark = pytest.mark.usefixtures("known_traces")
+
 
 def test_batch_that_does_not_divide() -> None:
     message = step_refusal(mlp, numbers(5, 8), numbers(5, 8))

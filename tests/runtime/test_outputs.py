@@ -20,6 +20,8 @@ from tests.support.reference import default_dtype
 from zbfx.plan import Kind
 from zbfx.verify import verify
 
+pytestmark = pytest.mark.usefixtures("known_traces")
+
 M, ROWS, WIDTH, CLASSES = 3, 2, 6, 5
 
 

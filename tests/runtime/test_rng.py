@@ -16,6 +16,8 @@ from zbfx import TraceError, ZbfxError, rng
 from zbfx.graphs import Role
 from zbfx.plan import Kind
 
+pytestmark = pytest.mark.usefixtures("known_traces")
+
 WIDTH = 16
 
 
