@@ -3,6 +3,7 @@
 Takes   objects, and how many others may be reached from them.
 Gives   a `PythonState`: which values and objects are in collections, in attributes of objects and of users' classes, in
         closures, and in the globals that users' functions name. Tensors count by identity.
+        What libraries keep in globals of their own is left out: it is taken to decide nothing.
 Raises  `Unseen` where an object does not show its state, or where more is reached.
 Source  ours. `values_read.py` asks what one function reads, and compares with other functions; this walk sees changes
         alone, of all that is reached, and is some ten times as fast.
@@ -17,7 +18,7 @@ import threading
 import weakref
 from abc import ABC
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache, partial
@@ -94,6 +95,15 @@ class PythonState:
     @classmethod
     def of(cls, *roots: Any, most: int) -> PythonState:
         """The state that these objects and at most so many others keep."""
+        try:
+            return cls.walked(roots, most)
+        except Unseen:
+            raise
+        except Exception as error:  # of an object that cannot be copied, say
+            raise Unseen(f"an object does not show its state ({type(error).__name__})") from error
+
+    @classmethod
+    def walked(cls, roots: Sequence[Any], most: int) -> PythonState:
         found, held, waiting = list[Any](), dict[int, Any](), list(roots)
         while waiting:
             value = waiting.pop()

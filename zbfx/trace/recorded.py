@@ -7,7 +7,8 @@ same operators with the same arguments, up to which parameters they read, and le
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,10 +45,8 @@ class LayerRecorder(_torch.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self.doubt:
-            try:
+            with self.noting():
                 self.note(func, args, kwargs or {}, result)
-            except Exception as why:  # whatever it is, the model can be traced without a record
-                self.doubt = str(why) or type(why).__name__
         return result
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -108,21 +107,31 @@ class LayerRecorder(_torch.TorchDispatchMode):
             self.current.doubts("it calls another layer")
             self.nested.add(name)
             return forward(*args, **kwargs)
-        call = LayerCall(name, self.layers[name], LayerArguments.of(args, kwargs), held_by(self.layers[name]))
-        self.calls.append(call)
-        self.begin(call)
+        with self.noting():
+            self.current = self.begun(name, args, kwargs)
+        call = self.current
+        if call is None:
+            return forward(*args, **kwargs)
         before = None if stands_in else self.state_of(call)
-        self.current = call
         try:
             output = forward(*args, **kwargs)
         finally:
             self.current = None
-        if before is not None and self.state_of(call) != before:
-            call.doubts("it changes attributes, or objects that others see")
-        if not call.given.are(LayerArguments.of(args, kwargs)):
-            call.doubts("it changes its arguments")
-        self.end(call, output)
+        with self.noting():
+            if before is not None and self.state_of(call) != before:
+                call.doubts("it changes attributes, or objects that others see")
+            if not call.given.are(LayerArguments.of(args, kwargs)):
+                call.doubts("it changes its arguments")
+            self.end(call, output)
         return output
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Around work for the record: whatever goes wrong, the model can be traced without one."""
+        try:
+            yield
+        except Exception as why:
+            self.doubt = self.doubt or str(why) or type(why).__name__
 
     def state_of(self, call: LayerCall) -> PythonState | None:
         """What Python code keeps in the layer of a call and in what it reaches."""
@@ -132,20 +141,23 @@ class LayerRecorder(_torch.TorchDispatchMode):
             call.doubts(str(why))
             return None
 
-    def begin(self, call: LayerCall) -> None:
+    def begun(self, name: str, args: Any, kwargs: Any) -> LayerCall:
+        call = LayerCall(name, self.layers[name], LayerArguments.of(args, kwargs), held_by(self.layers[name]))
         if call.given.doubt:
             call.doubts(call.given.doubt)
-        self.between.append((call.name, tuple(self.number_outside(tensor) for tensor in call.inputs)))
+        self.between.append((name, tuple(self.number_outside(tensor) for tensor in call.inputs)))
         for tensor in (*call.inputs, *call.tensors.values()):
             if id(tensor) not in call.numbers:
                 call.add(tensor)
             self.readers_of_memory.setdefault(_torch.storage_of(tensor), []).append(call)
+        self.calls.append(call)
+        return call
 
     def end(self, call: LayerCall, output: Any) -> None:
         try:
             call.end(output)
-        except Exception as why:
-            call.doubts(str(why) or type(why).__name__)
+        except Unknown as why:
+            call.doubts(str(why))
         for tensor in call.made:
             self.owner.pop(id(tensor), None)
             self.add(tensor)
