@@ -65,7 +65,7 @@ class Options:
     prologue: bool = True
     check: bool | str = "auto"
     least: Level = Level.NONE  # of recomputation, where `recompute` leaves the level open
-    share_layers: bool = False
+    share_layers: bool = True
     passes: tuple[Pass, ...] = field(default=(), compare=False)  # ranks compare what they are told as
     trace_passes: Tracing = field(default=Tracing.NOTHING, compare=False)
 

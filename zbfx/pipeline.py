@@ -90,7 +90,7 @@ def compile(
     rebalance: bool = False,
     prologue: bool = True,
     check: bool | str = "auto",
-    share_layers: bool = False,
+    share_layers: bool = True,
     passes: Sequence[Pass] = (),
     trace_passes: bool | str | None = None,
     progress: bool | None = None,
@@ -146,8 +146,8 @@ def compile(
                      results than the model, such as one whose graph holds a Python value that changes from call to
                      call: True, False, or "auto": where it takes about a second at most, and all tensors have data
     share_layers     trace layers that run the same operators once, and copy their graph for the others, which takes a
-                     fraction of the time: for layers whose code depends on nothing but their attributes and arguments.
-                     Counts in objects that they share, and results that share memory, are not seen
+                     fraction of the time. The graph is that of tracing each of them; where that is not certain, as for
+                     layers that change objects or share memory, each is traced, and the schedule's notes say why
     passes           `zbfx.Pass`es of yours, which run between the compiler's, in their order: graph to graph, on the
                      joint graph, the split one, or each stage (docs/passes.md). `check` compares with the model before
     trace_passes     print on stderr what passes did: of the compiler's the time and the nodes, of yours the changes of

@@ -269,7 +269,7 @@ def test_traps_are_traced_whole(rule: Any) -> None:
     FORWARDS[0] = 0
     problem = in_double(rule)
     expected = reference(problem, 2)
-    pipe = compiled(problem, 2, 2, check=False, share_layers=True)
+    pipe = compiled(problem, 2, 2, check=False)
     assert stamped(pipe.compiled.joint) == 0
     assert_same(stepped(problem, pipe), expected, 1e-12)
 
@@ -359,9 +359,9 @@ def test_frozen_layers_are_no_others() -> None:
 
 def test_gradients_are_those_of_plain_autograd_and_the_option_turns_it_off() -> None:
     problem = in_double(gelu)
-    pipe = compiled(problem, 2, 2, share_layers=True)
+    pipe = compiled(problem, 2, 2)
     assert stamped(pipe.compiled.joint) == LAYERS - 1
     assert_same(stepped(problem, pipe), reference(problem, 2), 1e-12)
-    assert stamped(compiled(problem, 2, 2).compiled.joint) == 0
+    assert stamped(compiled(problem, 2, 2, share_layers=False).compiled.joint) == 0
     with pytest.raises(ZbfxError, match="share_layers"):
         zbfx.compile(problem.model, stages=1, microbatches=1, share_layers="yes")  # type: ignore[arg-type]
