@@ -1,7 +1,7 @@
 """Whether the graph of a model is the same, node by node, with layers traced once and with each traced by itself.
 
     python benchmarks/coverage/same_traces.py --count 1000 --seed 0
-    python benchmarks/coverage/same_traces.py --zoo [--only llama]
+    python benchmarks/coverage/same_traces.py --zoo [--only llama bert]
 
 Random models: stacks of layers that look alike (`stacked_models.py`), and at times one of `fuzz_wide.py`. With `--zoo`:
 the architectures of `model_zoo.py`. Prints one JSON object: how many graphs are equal, in how many of these layers were
@@ -63,8 +63,13 @@ def random_model(seed: int) -> Made:
 
 
 def model_of_zoo(case: Case) -> Made:
+    """A model without a cache of keys and values: layers that append to one are traced each by itself."""
     torch.manual_seed(0)
     model = model_of(case)
+    for part in model.modules():
+        config: Any = getattr(part, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
     return model, None, (), batch_of(case, model, seed=0), (), None
 
 
@@ -156,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=200, help="of random models")
     parser.add_argument("--seed", type=int, default=0, help="of the first model; the others follow")
     parser.add_argument("--zoo", action="store_true", help="the architectures of model_zoo.py, and no random models")
-    parser.add_argument("--only", default="", help="of the zoo: names that contain this")
+    parser.add_argument("--only", nargs="+", default=[""], help="of the zoo: names that contain one of these")
     parser.add_argument("--out", type=Path, help="append the JSON object, with commit and versions, as one line")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -167,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seeds = range(options.seed, options.seed + options.count)
     models: Iterator[tuple[str, Callable[[], Made]]] = ((str(n), partial(random_model, n)) for n in seeds)
     if options.zoo:
-        cases = [case for case in CASES if options.only in case.architecture]
+        cases = [case for case in CASES if any(part in case.architecture for part in options.only)]
         models = ((case.architecture, partial(model_of_zoo, case)) for case in cases)
     row = {**environment(), "seed": options.seed, "zoo": options.zoo, **campaign(models)}
     if options.out:

@@ -221,7 +221,7 @@ class Stacked(nn.Module):
         kinds = tuple(
             random.choice(QUIET if quiet else (*LAYERS, *UNARY, *BODIES, *PARTS)) for _ in range(random.randint(0, 2))
         )
-        habit = random.choice(HABITS) if random.random() < 0.7 else "nothing"
+        habit = random.choice(HABITS) if random.random() < 0.5 else "nothing"
         units = [Unit(kinds, index, habit, self.shared) for index in range(random.randint(5, 8))]
         while random.random() < 0.4:
             unit = random.choice(units)

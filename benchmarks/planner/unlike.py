@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import zbfx
 from benchmarks.gpt import GPT, GPTConfig
 from benchmarks.rows import git_commit
-from zbfx.memory.predict import RankMemory, Rows, walked
+from zbfx.memory.predict import RankMemory, Rows, rank_memory
 from zbfx.program.boxed import boxed
 from zbfx.runtime.mixing import Mixing, Served
 from zbfx.runtime.ranks import AllHere
@@ -93,13 +93,12 @@ def program_and_memory(
     mixed = mixing.mixed([one.form for one in distinct], places, plan, request)
     batch = [Rows(one.form.joint, one.form.signature, places.count(k)) for k, one in enumerate(distinct)]
     served_by = {phase: one for one in distinct for phase in one.phases}
-    memory, _ = walked(
+    return rank_memory(
         mixed.program(rank),
         batch,
         mixing.pipe.options,
         lambda phase, granule: served_by[id(phase)].lifetimes(phase, granule),
     )
-    return memory
 
 
 def measured(ranks: int, microbatches: int, steps: int, mix: str, seed: int) -> dict[str, object]:

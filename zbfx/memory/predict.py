@@ -7,7 +7,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
@@ -49,14 +50,19 @@ class Static:
         return self.parameters + self.gradients + self.buffers + self.batch + self.optimizer + self.workspace
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankMemory:
-    """What one rank holds in a step. `live` is what it holds at the peak, beside what is static: (what, bytes)."""
+    """What one rank holds in a step, found by `walk`."""
 
     rank: int
     static: Static
     moments: tuple[Moment, ...]
-    live: tuple[tuple[str, int], ...]
+    walk: Walk = field(compare=False, repr=False)
+
+    @cached_property
+    def live(self) -> tuple[tuple[str, int], ...]:
+        """What the rank holds at the peak, beside what is static: (what, bytes). Takes a second walk."""
+        return live_at(self.walk, self.moments, self.moments.index(self.highest))
 
     @property
     def highest(self) -> Moment:
@@ -89,15 +95,6 @@ def rank_memory(
     program: Program, batch: Sequence[Rows], options: Options, of_phase: Callable[[Phase, int], Lifetimes]
 ) -> RankMemory:
     """Walk a program that runs such a batch; `of_phase` is `lifetimes`."""
-    memory, walk = walked(program, batch, options, of_phase)
-    highest = max(range(len(memory.moments)), key=lambda k: memory.moments[k].peak_bytes)
-    return replace(memory, live=live_at(walk, memory.moments, highest))
-
-
-def walked(
-    program: Program, batch: Sequence[Rows], options: Options, of_phase: Callable[[Phase, int], Lifetimes]
-) -> tuple[RankMemory, Walk]:
-    """What a program that runs such a batch holds, without what is live at the peak, and its walk."""
     granule = CUDA_GRANULE if options.device.type == "cuda" else 1
     named = [(name, inner_call(module)) for name, module in program.module.named_children()]
     phases = {name: of_phase(call.phase, granule) for name, call in named if isinstance(call, PhaseCall)}
@@ -107,7 +104,7 @@ def walked(
         static_of(program, batch, options.optimizer_slots or 0.0, granule),
         workspace=streams_of(program, options) * workspace_bytes(options.device),
     )
-    return RankMemory(program.rank, static, tuple(walk.moments), ()), walk
+    return RankMemory(program.rank, static, tuple(walk.moments), walk)
 
 
 def streams_of(program: Program, options: Options) -> int:

@@ -20,7 +20,7 @@ from zbfx.compiled import Compiled, Form, Mixed
 from zbfx.errors import InputError, ZbfxError
 from zbfx.graphs import Phase
 from zbfx.memory.lifetimes import Lifetimes, lifetimes
-from zbfx.memory.predict import Rows, walked
+from zbfx.memory.predict import Rows, rank_memory
 from zbfx.program.boxed import Boxed
 from zbfx.runtime.engine import Batch, Engine
 from zbfx.runtime.ranks import Ranks
@@ -245,7 +245,7 @@ class Mixing:
             pairs = [(one.form, of.count(k)) for k, one in enumerate(distinct)]
             batch = [Rows(form.joint, form.signature, count) for form, count in pairs]
             lives = lambda phase, granule: served_by[id(phase)].lifetimes(phase, granule)  # noqa: E731
-            found = [walked(runner.program, batch, self.pipe.options, lives)[0] for runner in engine.runners]
+            found = [rank_memory(runner.program, batch, self.pipe.options, lives) for runner in engine.runners]
             engine.held_bytes = {memory.rank: memory.peak_bytes for memory in found}
         return engine
 
