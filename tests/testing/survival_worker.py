@@ -17,7 +17,8 @@ from tests.processes.worker import refusal
 from tests.support.models import Problem, mixed, mlp, token_loss
 from tests.support.reference import compiled
 from zbfx.comm import seats
-from zbfx.comm.seats import Wire
+from zbfx.comm.seats import Crew, Wire
+from zbfx.errors import PipelineFault
 from zbfx.optim import PostValidated
 from zbfx.testing import faults
 
@@ -80,6 +81,25 @@ def late(rank: int) -> dict[str, Any]:
     found = {"losses": losses, "generation": step.survival.generation if step.survival else 0}
     step.close()
     return found
+
+
+def between_two_calls(rank: int) -> list[float]:
+    """Process 3 is killed in its second step; the others have compared their batches by then, but for process 0."""
+    mesh, pipe = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")), pipeline(2)
+    step, compare, calls = pipe.bind(mesh, survive=True, timeout_s=30.0), Crew.are_alike, iter(range(100))
+
+    def lost_once(crew: Crew, number: int) -> bool:
+        found = compare(crew, number)
+        if rank == 0 and next(calls) == 1:
+            raise PipelineFault("lost", waited=True)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Crew, "are_alike", lost_once)
+        with faults.injected(faults.Kill(), faults.action("F1.1"), rank=3, after=1):
+            losses = [step(*batch(number, rank // 2)).item() for number in range(3)]
+    step.close()
+    return losses
 
 
 def raises(rank: int) -> dict[str, Any]:

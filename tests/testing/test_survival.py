@@ -68,6 +68,12 @@ def test_a_process_that_is_late_is_waited_for_once_more(launch: Launch) -> None:
 
 
 @pytest.mark.slow
+def test_those_that_were_in_different_calls_go_on_together(launch: Launch) -> None:
+    found = launch(4, survival_worker.between_two_calls, ends={3})
+    assert len({tuple(losses) for losses in found.values()}) == 1
+
+
+@pytest.mark.slow
 def test_an_error_ends_all(launch: Launch) -> None:
     said = "replica 1, rank 1, step 1, action B1.0 (stage 1, microbatch 0): InjectedError: on purpose"
     assert {found["text"] for found in launch(4, survival_worker.raises).values()} == {said}

@@ -128,7 +128,9 @@ class Survival:
         while True:
             try:
                 batch = batch or self.admitted(take)
-                results = results or self.computed(batch[1])
+                if results is None:
+                    self.compare(batch[1])
+                    results = self.computed(batch[1])
                 self.crew.meet()
                 return results
             except InputError:
@@ -158,17 +160,20 @@ class Survival:
         """A batch that all have taken. Raises `InputError` for what all refuse."""
         step = self.step
         try:
-            batch = step.ranks.admit(take)
+            return step.ranks.admit(take)
         except PipelineFault:
             raise
         except Exception as error:
             if not isinstance(error, InputError) or not step.ranks.all_refuse():
                 self.end(error)
             raise
-        shapes = [tuple(tensor.shape) for row in batch[1] for tensor in row]
-        if not self.crew.are_alike(zlib.crc32(repr((step.count, shapes)).encode())):
+
+    def compare(self, rows: Sequence[Sequence[Tensor]]) -> None:
+        """Raise `PipelineFault` unless all are at the same step, with batches of the same shapes. All do this in every
+        attempt: one may have taken its batch before the last failed, and another not."""
+        shapes = [tuple(tensor.shape) for row in rows for tensor in row]
+        if not self.crew.are_alike(zlib.crc32(repr((self.step.count, shapes)).encode())):
             raise PipelineFault(f"{SAME_CALLS}, with batches of the same shapes; found others")
-        return batch
 
     def computed(self, rows: Sequence[Sequence[Tensor]]) -> BatchResults:
         """What this process's own seat makes of its batch; meanwhile its adopted seats run, each in a thread."""
