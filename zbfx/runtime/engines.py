@@ -79,7 +79,7 @@ class Engines:
         refuse_no_pairs(batches, call)
         signature, count = self.first.pipe.signature, self.first.pipe.reduction.microbatches
         if not self.options.refuses_shapes:
-            return self.mixing.batch(batches, self.requests[0])
+            return self.mixed(batches, self.requests[0])
         if len(batches) != count:
             raise InputError(
                 f"run_split takes a pair for each microbatch: expected {count} microbatches, found {len(batches)}. "
@@ -96,7 +96,15 @@ class Engines:
         signature = self.first.pipe.signature
         for args, kwargs in batches if self.options.refuses_shapes else ():
             signature.split(args, kwargs, 1)
-        return self.mixing.batch(batches, self.requests[1])
+        return self.mixed(batches, self.requests[1])
+
+    def mixed(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]], request: Request) -> Batch:
+        """The engine and the microbatches of a step of unlike microbatches."""
+        misses = self.mixing.forms.misses
+        batch = self.mixing.batch(batches, request)
+        if self.mixing.forms.misses > misses:
+            self.check(self.tensor_names)
+        return batch
 
     def forward_batch(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], wanted: Wanted, delivery: Delivery
