@@ -296,19 +296,22 @@ def test_rows_of_the_comparison_were_measured() -> None:
         ), (model, ranks, m, wanted)
 
 
-def test_figures_of_the_llama_were_measured() -> None:
-    """Milliseconds of steps and of phases on the page's part about one GPU, and FSDP2's: rows of `results/llama`."""
+def test_figures_of_models_of_transformers_were_measured() -> None:
+    """Milliseconds of steps and of phases beside torch.compile, FSDP2 and DDP: rows of `results/llama`."""
 
-    def rows(name: str) -> list[dict[str, float]]:
-        return [json.loads(row) for row in text_of(f"benchmarks/results/llama/{name}.jsonl").splitlines()]
+    def values(name: str, *keys: str) -> Iterator[float]:
+        for line in text_of(f"benchmarks/results/llama/{name}.jsonl").splitlines():
+            row = json.loads(line)
+            for found in (row[key] for key in keys if key in row):
+                yield from found if isinstance(found, list) else [found]
 
     page = text_of("docs/comparison.md")
-    about = page[page.index("## Beside torch.compile, on one GPU") : page.index("- **Sequences")]
-    steps = {f"{row['row_ms']:.1f}" for row in rows("whole_steps") if "row_ms" in row}
-    phases = {f"{row[key]:.1f}" for row in rows("phases") for key in ("plain_ms", "phases_ms") if key in row}
+    about = page[page.index("## Beside torch.compile, on one GPU") : page.index("## Where something else")]
+    steps = [*values("whole_steps", "row_ms"), *values("two_gpus", "row_ms", "step_ms")]
+    measured = {f"{ms:.1f}" for ms in (*steps, *values("phases_by_stage", "plain_ms", "stage_ms"))}
     written = re.findall(r"\d+\.\d(?!\d|x|B)", about)
-    assert len(written) == 7
-    assert [figure for figure in written if figure not in steps | phases] == []
+    assert len(written) == 24
+    assert [figure for figure in written if figure not in measured] == []
 
 
 def test_the_readme_is_short() -> None:
