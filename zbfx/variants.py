@@ -172,7 +172,8 @@ class Variants:
             stages = restaged(self.pipe, raw, request.wanted)
             costs = formulas(stages, self.pipe.placement, hardware_of(self.pipe.device))
         except Exception as error:
-            self.fixed[request] |= set(sizes.ints)
+            known = {dim for template in self.templates[request] for dim in template.sizes.ints}
+            self.fixed[request] |= set(sizes.ints) - known
             raise GuardBroken(f"the model cannot be traced with symbols: {type(error).__name__}: {error}") from error
         self.fixed[request] |= sizes.fixed()
         template = Template(sizes, raw, stages, costs)
@@ -190,14 +191,14 @@ class Template:
     formulas: Formulas
 
     def covers(self, shapes: Shapes) -> bool:
-        """Whether these shapes differ from the template's in its symbols alone."""
+        """Whether these shapes differ from the template's in its symbols alone, each of which has one size."""
         for index, (spec, shape) in enumerate(zip(self.sizes.signature.tensors, shapes, strict=True)):
             if len(spec.shape) != len(shape):
                 return False
             for dim, (before, after) in enumerate(zip(spec.shape, shape, strict=True)):
                 if before != after and (index, dim) not in self.sizes.ints:
                     return False
-        return True
+        return all(len({shapes[index][dim] for index, dim in group}) == 1 for group in self.sizes.groups)
 
     def at(self, values: Mapping[sympy.Symbol, int]) -> tuple[Joint, tuple[Stage, ...]]:
         """Graph and stages for these sizes."""

@@ -4,6 +4,8 @@ of plain autograd, in one process."""
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +20,9 @@ from tests.support.reference import default_dtype
 from zbfx.compiled import Mixed
 from zbfx.errors import InputError
 from zbfx.plan import CostTable, StageCost
+from zbfx.runtime.mixing import most_by_rank
 from zbfx.runtime.step import Step
+from zbfx.trace.wanted import TRAINING, Request
 
 WIDTH, LENGTH, STAGES, M = 4, 5, 3, 3
 Rows = list[tuple[tuple[Tensor, Tensor], dict[str, Any]]]
@@ -169,6 +173,24 @@ def test_what_is_refused() -> None:
         with pytest.raises(InputError, match=found):
             step.run_split(rows)
     assert step.count == 0
+
+
+def test_a_kept_step_keeps_its_forms() -> None:
+    """Else a form of another shape might get the identity of one that is gone."""
+    mixing = pipeline(model_of(), mean).run_local(on_new_shape="symbolic").engines.mixing
+    call, request = rows_of([7])[0], Request(TRAINING, mixing.pipe.signature)
+    mixing.batch([call], request)
+    form = weakref.ref(next(iter(mixing.forms.kept.values())))
+    mixing.forms.kept.clear()
+    gc.collect()
+    assert form() is not None
+    mixing.engines.kept.clear()
+    gc.collect()
+    assert form() is None
+
+
+def test_of_several_replicas_the_largest_excess_counts() -> None:
+    assert most_by_rank([{0: 5.0, 1: -1.0}, {0: 2.0, 1: -3.0}, {}]) == {0: 5.0}
 
 
 def test_given_costs_scale_those_of_other_shapes() -> None:

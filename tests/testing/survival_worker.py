@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.proofs.survival import batch, pipeline
+from benchmarks.proofs.survival import WIDTH, batch, pipeline
 from tests.processes.worker import refusal
 from tests.support.models import Problem, mixed, mlp, token_loss
 from tests.support.reference import compiled
@@ -100,6 +100,21 @@ def between_two_calls(rank: int) -> list[float]:
             losses = [step(*batch(number, rank // 2)).item() for number in range(3)]
     step.close()
     return losses
+
+
+def after_a_death(rank: int) -> dict[str, Any]:
+    """Process 3 is killed in its second step. What all refuse afterwards ends nothing, and no sum outlives its step."""
+    mesh, pipe = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")), pipeline(2)
+    step = pipe.bind(mesh, survive=True, timeout_s=30.0)
+    found: dict[str, Any] = {"losses": [], "refused": []}
+    with faults.injected(faults.Kill(), faults.action("F1.1"), rank=3, after=1):
+        for number in range(4):
+            found["losses"].append(step(*batch(number, rank // 2)).item())
+            found["refused"].append(refusal(lambda: step(torch.randn(1, WIDTH), torch.randn(1, WIDTH)))["type"])
+    assert step.survival is not None
+    found["held"] = len(step.survival.crew.joined)
+    step.close()
+    return found
 
 
 def raises(rank: int) -> dict[str, Any]:

@@ -44,6 +44,15 @@ def test_shared_parameters_and_weights_by_tokens(launch: Launch) -> None:
 
 
 @pytest.mark.slow
+def test_after_a_death_all_refuse_together_and_no_sum_outlives_its_step(launch: Launch) -> None:
+    found = launch(4, survival_worker.after_a_death, ends={3})
+    assert len({tuple(own["losses"]) for own in found.values()}) == 1
+    for own in found.values():
+        assert own["refused"] == ["InputError"] * 4
+        assert own["held"] == 0
+
+
+@pytest.mark.slow
 def test_what_goes_on_and_what_does_not(launch: Launch) -> None:
     found = launch(4, survival_worker.ends, 3, ends={3})
     for own in found.values():

@@ -373,12 +373,19 @@ class Channels:
         """End the waits of all processes in gloo groups of this pipeline: a receive that times out closes its
         connection. To let go of a group does not, while a frame of an error still holds what waits in it."""
         for group in (*self.groups(), *self.users):
-            for other in (p for p in dist.get_process_group_ranks(group) if p != dist.get_rank()):
+            for other in others_in(group):
                 with suppress(Exception):
-                    if dist.get_backend(group) == Library.GLOO.value:
-                        work = dist.irecv(torch.zeros(1), src=other, group=group, tag=GIVEN_UP)
-                        assert work is not None, "this process is a member"
-                        work.wait(timedelta(milliseconds=1))
+                    work = dist.irecv(torch.zeros(1), src=other, group=group, tag=GIVEN_UP)
+                    assert work is not None, "this process is a member"
+                    work.wait(timedelta(milliseconds=1))
+
+
+def others_in(group: dist.ProcessGroup) -> list[int]:
+    """The other processes of a gloo group; none where it is gone, or of another library."""
+    with suppress(Exception):
+        if dist.get_backend(group) == Library.GLOO.value:
+            return [process for process in dist.get_process_group_ranks(group) if process != dist.get_rank()]
+    return []
 
 
 def processes_of(replicas: Replicas) -> list[int]:

@@ -102,6 +102,7 @@ class Joined:
     parts: dict[int, Tensor] = field(default_factory=dict)
     result: Tensor | None = None
     work: Transfer | None = None
+    takers: int = 0  # seats that have what comes of it
     done: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -170,6 +171,14 @@ class Crew:
         with self.lock:
             return self.joined.setdefault((kind, number), Joined())
 
+    def taken(self, kind: str, number: int, rank: int) -> None:
+        """A seat of this rank has what comes of an exchange, which is let go of once all have."""
+        with self.lock:
+            joined = self.joined[kind, number]
+            joined.takers += 1
+            if joined.takers == len(self.hosts(rank)):
+                del self.joined[kind, number]
+
     def come(self, event: threading.Event) -> None:
         """Wait for another thread of this process."""
         deadline = time.monotonic() + self.channels.timeout.total_seconds()
@@ -183,7 +192,9 @@ class SeatSum:
     adds them up, in the order of replicas, and begins to add what other processes have."""
 
     def __init__(self, crew: Crew, seat: Seat, number: int, value: Tensor) -> None:
-        self.crew, self.value, self.entry = crew, value, crew.entry(f"sum of rank {seat.rank}", number)
+        self.crew, self.seat, self.value = crew, seat, value
+        self.key = f"sum of rank {seat.rank}", number
+        self.entry = crew.entry(*self.key)
         with self.entry.lock:
             self.entry.parts[seat.replica] = value
             if len(self.entry.parts) < len(crew.hosts(seat.rank)):
@@ -204,6 +215,7 @@ class SeatSum:
                 work.wait()
             assert self.entry.result is not None, "made by the last seat"
             self.value.copy_(self.entry.result)
+        self.crew.taken(*self.key, self.seat.rank)
 
 
 class SeatChannels(Channels):
@@ -241,13 +253,15 @@ class SeatChannels(Channels):
 
     def from_replicas(self, value: Tensor) -> Tensor:
         self.stacks += 1
-        entry, crew = self.crew.entry(f"values of rank {self.rank}", self.stacks), self.crew
+        crew, key = self.crew, (f"values of rank {self.rank}", self.stacks)
+        entry = crew.entry(*key)
         with entry.lock:
             entry.parts[self.seat.replica] = value
             if len(entry.parts) == len(crew.hosts(self.rank)):
                 entry.result = torch.stack(list(self.everyone(entry.parts, value)))
                 entry.done.set()
         crew.come(entry.done)
+        crew.taken(*key, self.rank)
         assert entry.result is not None, "made by the last seat"
         return entry.result
 

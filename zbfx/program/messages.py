@@ -38,7 +38,7 @@ class TensorLayout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """SentValues that one action makes for a stage on another rank. `key` reads like `F0.3>1`: by F0.3, for stage 1."""
+    """Values that one action makes for a stage on another rank. `key` reads like `F0.3>1`: by F0.3, for stage 1."""
 
     key: str
     producer: Action | None  # None: after the last action

@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -140,17 +140,18 @@ class Mixing:
             refusal = error
         alike, turn = self.is_alike(rows, request), 0
         while True:
-            own = Proposal(
-                len(calls), shapes_hash(rows), refusal=None if refusal is None else str(refusal), alike=alike
-            )
-            if refusal is None and not alike:
-                engine, own = self.proposed(served, rows, request, limits, one_by_one=turn >= REPLANS)
-            everywhere = self.ranks.before_step(own)
+            try:
+                own = Proposal(len(calls), shapes_hash(rows), alike=alike)
+                if refusal is None and not alike:
+                    engine, own = self.proposed(served, rows, request, limits, one_by_one=turn >= REPLANS)
+            except InputError as error:
+                refusal = error
+            everywhere = self.ranks.before_step(own if refusal is None else replace(own, refusal=str(refusal)))
             counts = self.agreed(everywhere, refusal)
             if all(found.alike for found in everywhere):
                 engine = self.first()
                 break
-            excess = {rank: size for found in everywhere for rank, size in found.excess.items() if size > 0}
+            excess = most_by_rank([found.excess for found in everywhere])
             if excess and turn >= REPLANS:
                 rank, size = max(excess.items(), key=lambda pair: pair[1])
                 raise InputError(
@@ -216,7 +217,7 @@ class Mixing:
         *,
         one_by_one: bool,
     ) -> tuple[Engine, Proposal]:
-        key = request, tuple(map(id, served)), limits, one_by_one
+        key = request, tuple(served), limits, one_by_one  # which keeps the forms: ids of others could be theirs
         engine = self.engines.get(key, lambda: self.built(served, request, limits, one_by_one))
         assert isinstance(engine.pipe, Mixed), "made here"
         most = self.limits(request)
@@ -303,6 +304,12 @@ def row_of(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any])
                 f"({tensor.grad_fn.name()}): make them part of the model, or pass {spec.name}.detach()"
             )
     return tensors
+
+
+def most_by_rank(excesses: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    """The largest excess of a rank over all replicas, where there is one."""
+    ranks = {rank for found in excesses for rank, size in found.items() if size > 0}
+    return {rank: max(found.get(rank, 0.0) for found in excesses) for rank in sorted(ranks)}
 
 
 def shapes_hash(rows: Sequence[Sequence[Tensor]]) -> int:

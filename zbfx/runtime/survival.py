@@ -75,9 +75,9 @@ class Standing(NamedTuple):
 class Survivors(OneOfMany):
     """This process among those that are left. Calls beside training steps need all ranks, and are refused."""
 
-    def __init__(self, first: OneOfMany, channels: SeatChannels) -> None:
+    def __init__(self, first: OneOfMany, channels: SeatChannels, generation: int) -> None:
         super().__init__(channels)
-        self.first, self.crew = first, channels.crew
+        self.first, self.crew, self.generation = first, channels.crew, generation
 
     @property
     def are_open(self) -> bool:
@@ -94,6 +94,11 @@ class Survivors(OneOfMany):
 
     def admit(self, take: Callable[[], Batch], *, apart: bool = False) -> Batch:
         return take()
+
+    def all_refuse(self) -> bool:
+        self.refusals += 1
+        place = f"refused {self.refusals} of generation {self.generation}"
+        return self.channels.history.all_arrive(place, len(self.crew.alive))
 
     def fail(self, error: BaseException, let_go: Callable[[], None]) -> str | None:
         return self.first.fail(error, let_go)
@@ -334,7 +339,7 @@ class Survival:
         own = Seat(place.replica, place.rank)
         assert isinstance(step.ranks, OneOfMany), "bound"
         first = step.ranks.first if isinstance(step.ranks, Survivors) else step.ranks
-        step.ranks = step.engines.ranks = Survivors(first, SeatChannels(self.crew, own))
+        step.ranks = step.engines.ranks = Survivors(first, SeatChannels(self.crew, own), self.generation)
         step.engines.replace_first(pipe)
         self.adopted = [(seat, self.adopt(seat)) for seat in self.crew.own if seat != own]
 
