@@ -20,5 +20,7 @@ def test_what_one_rank_refuses_all_refuse(launch: Launch) -> None:
     for rank, results in found.items():
         expected = "expected dtype torch.float64 as in the example microbatch, found torch.int64"
         assert expected in results["refused"]["text"]
+        assert "run_split takes a list of" in results["empty"]["text"]
+        assert results["empty"]["type"] == "InputError"
         assert ("refused its batch" in results["refused"]["text"]) == (rank != 2)
         assert "all ranks of a pipeline take the same microbatches; found 1 on" in results["others"]["text"]

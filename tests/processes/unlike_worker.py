@@ -53,6 +53,7 @@ def largest(own: nn.Module, names: Any, after: dict[str, Tensor]) -> float:
 def refusals_of(step: Step, rank: int) -> dict[str, Any]:
     (x, y), _ = rows_of([4])[0]
     return {
+        "empty": refusal(lambda: step.run_split([] if rank // RANKS else [((x, y), {})])),
         "refused": refusal(lambda: step.run_split([((x.long() if rank == 2 else x, y), {})])),
         "others": refusal(lambda: step.run_split(rows_of([4, 4] if rank == 1 else [4]))),
     }

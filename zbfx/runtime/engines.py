@@ -76,10 +76,12 @@ class Engines:
     def split_batch(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]], call: str) -> Batch:
         """The engine and the microbatches of a training step whose batch is cut already. Where further shapes are
         allowed, microbatches may be unlike, and any number of them."""
+        if not self.options.refuses_shapes:
+            with self.mixing.refusing():
+                refuse_no_pairs(batches, call)
+            return self.mixed(batches, self.requests[0])
         refuse_no_pairs(batches, call)
         signature, count = self.first.pipe.signature, self.first.pipe.reduction.microbatches
-        if not self.options.refuses_shapes:
-            return self.mixed(batches, self.requests[0])
         if len(batches) != count:
             raise InputError(
                 f"run_split takes a pair for each microbatch: expected {count} microbatches, found {len(batches)}. "
@@ -92,10 +94,11 @@ class Engines:
 
     def evaluated_batch(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]], call: str) -> Batch:
         """As `split_batch`, to evaluate, for any number of microbatches."""
-        refuse_no_pairs(batches, call)
         signature = self.first.pipe.signature
-        for args, kwargs in batches if self.options.refuses_shapes else ():
-            signature.split(args, kwargs, 1)
+        with self.mixing.refusing():
+            refuse_no_pairs(batches, call)
+            for args, kwargs in batches if self.options.refuses_shapes else ():
+                signature.split(args, kwargs, 1)
         return self.mixed(batches, self.requests[1])
 
     def mixed(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]], request: Request) -> Batch:

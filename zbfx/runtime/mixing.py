@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
@@ -172,6 +173,15 @@ class Mixing:
             for one in served:
                 one.is_loaded = True
         return engine.with_data(rows)
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """What this rank refuses in the block, before `batch`, all others hear in the exchange of theirs."""
+        try:
+            yield
+        except InputError as error:
+            self.ranks.before_step(Proposal(0, 0, refusal=str(error)))
+            raise
 
     def is_alike(self, rows: Sequence[Sequence[Tensor]], request: Request) -> bool:
         """Whether the pipeline that was compiled runs this batch as it is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -467,7 +467,8 @@ class Step:
         self.refuse_ended()
 
         def taken() -> Batch:
-            self.check_model(evaluation=evaluation)
+            with self.engines.mixing.refusing() if apart else nullcontext():
+                self.check_model(evaluation=evaluation)
             return take()
 
         try:
