@@ -173,6 +173,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/comm/faults.py": ("state in ENDED",),
         "zbfx/hf/trainer.py": ("ITEMS in inputs", "ITEMS not in batch"),
         "zbfx/named_model.py": ("'model' not in given",),
+        "zbfx/checkpoint/adapters.py": ("name.startswith(ADAPTER_PREFIX)",),
         "zbfx/checkpoint/objects.py": ("'each' in plain",),
         "zbfx/checkpoint/stored.py": ("weights == INITIAL",),
         "zbfx/checkpoint/weights.py": ("name.startswith(PREFIX)",),

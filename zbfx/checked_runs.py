@@ -29,6 +29,7 @@ from zbfx.runtime.runner import Tensors
 from zbfx.trace.compiled_parts import deep_copy, without_compiling
 from zbfx.trace.guard import Source
 from zbfx.trace.left_behind import without_look_outs
+from zbfx.trace.loss import dtype_of_batch_loss
 from zbfx.trace.objective import Objective
 from zbfx.trace.tracer import named_tensors
 
@@ -181,7 +182,8 @@ def joint_results(
         results, weight = StepResults(), loss_weight(pipe, rows)
         steps.append(results)
         for index, microbatch in enumerate(data.seeded(step)):
-            inputs = [port_value(port.role, port.name, tensors, microbatch, weight) for port in joint.inputs]
+            start = weight.to(pipe.reduction.dtype)
+            inputs = [port_value(port.role, port.name, tensors, microbatch, start) for port in joint.inputs]
             runner.seed = microbatch.seed
             outputs = runner.run(*inputs)
             for port, value in zip(joint.outputs, outputs, strict=True):
@@ -333,7 +335,7 @@ def run_own(
     assert found.loss is not None, "steps have losses"
     if replay is not None:
         replay.begin_backward()
-    found.loss.backward(weight)
+    found.loss.backward(weight.to(found.loss.dtype))
     objective.keep_late_writes()
     if replay is not None:
         replay.end()
@@ -342,7 +344,8 @@ def run_own(
 
 def batch_loss(pipe: Compiled, losses: Sequence[Tensor], counts: Sequence[Tensor]) -> Tensor:
     """The loss of a batch, from those of its microbatches and their counts, if they have any."""
-    total = torch.stack(list(losses)).sum(0)
+    whole = torch.stack(list(losses))
+    total = whole.to(dtype_of_batch_loss(whole.dtype)).sum(0)
     if counts:
         count = torch.stack(list(counts)).double().sum(0)
         return torch.where(count > 0, total / count, 0.0).to(total.dtype).sum()

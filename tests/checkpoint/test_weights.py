@@ -95,6 +95,19 @@ def test_base_model_of_adapters_is_read(make: Callable[[], Any], tmp_path: Path)
         fill_model(model, folder)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_adapters_alone_are_no_base_model(tmp_path: Path) -> None:
+    """What `save_pretrained` of a model of peft writes: training would go on from a base model of initial values."""
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        return peft.get_peft_model(models.tied_llama(), peft.LoraConfig(target_modules=["q_proj"], r=4))
+
+    adapted().save_pretrained(tmp_path)
+    with pytest.raises(ZbfxError, match=r"found adapters, such as base_model\.model\.model\.layers\.0"):
+        filled(adapted, tmp_path)
+
+
 def test_parameter_keeps_its_dtype(tmp_path: Path) -> None:
     folder = folder_of(models.tied_llama(), tmp_path)
     model = filled(lambda: models.tied_llama().bfloat16(), folder)

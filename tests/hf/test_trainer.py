@@ -153,6 +153,18 @@ def test_checkpoints_are_whole_or_refused(tmp_path: Path, monkeypatch: pytest.Mo
         new(output_dir=str(tmp_path / "other")).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.parametrize(("limit", "stays"), [(None, True), (2, False)])
+def test_folders_without_a_state_go_if_checkpoints_are_counted(limit: int | None, stays: bool, tmp_path: Path) -> None:
+    """By its name one of the Trainer's, half written or weights of the user's."""
+    weights = tmp_path / "checkpoint-1" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"weights")
+    chosen = arguments(tmp_path, eval_strategy="no", max_steps=2, save_steps=2, save_total_limit=limit)
+    PipelineTrainer(Regression(), chosen, train_dataset=Points(24), **LOCAL).train()
+    assert (tmp_path / "checkpoint-2").is_dir()
+    assert weights.is_file() is stays
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -272,3 +272,20 @@ def test_the_loss_of_a_batch_is_not_rounded_to_half_precision() -> None:
     assert {value.dtype for value in step.losses} == {torch.bfloat16}
     assert loss.dtype is torch.float32
     assert torch.equal(loss, torch.stack([value.float() for value in step.losses]).mean())
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_half_precision_does_not_round_what_sums_are_divided_by(dtype: torch.dtype) -> None:
+    """Losses of a sum and a count; compile's check compares them with those of the model. 1 / 96 has no exact value."""
+    torch.manual_seed(0)
+    model, inputs, classes = nn.Linear(4, 3).to(dtype), torch.randn(96, 4).to(dtype), torch.randint(3, (96,))
+
+    def loss_fn(output: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
+        return nn.functional.cross_entropy(output, classes, reduction="sum"), (classes != -100).sum()
+
+    examples: dict[str, Any] = {"example_inputs": (inputs[:32],), "example_targets": classes[:32]}
+    step = zbfx.compile(model, stages=1, microbatches=3, loss_fn=loss_fn, **examples).run_local()
+    loss = step(inputs, classes)
+    sums = torch.stack(step.losses)
+    assert (sums.dtype, loss.dtype) == (dtype, F32)
+    torch.testing.assert_close(loss, sums.float().sum() / 96)

@@ -5,12 +5,14 @@ untouched."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from zbfx.errors import ZbfxError
+
+ADAPTER_PREFIX = "base_model.model."  # of names in files of adapters
 
 
 def as_adapted(module: nn.Module) -> Any:
@@ -31,6 +33,16 @@ def as_adapted(module: nn.Module) -> Any:
             f"from_pretrained, and then make its adapters, before compile"
         )
     return module
+
+
+def refuse_adapters_alone(names: Collection[str]) -> None:
+    """Raises `ZbfxError` for what `save_pretrained` writes of a `PeftModel`: it has no weights of the model inside."""
+    found = [name for name in names if name.startswith(ADAPTER_PREFIX)]
+    if found:
+        raise ZbfxError(
+            f"weights= reads the base model of adapters; found adapters, such as {found[0]}. Load both before compile: "
+            f"the base model with from_pretrained, and its adapters with PeftModel.from_pretrained"
+        )
 
 
 def without_adapters(model: Any) -> tuple[nn.Module, Mapping[str, str]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zbfx import _transformers
-from zbfx.checkpoint.adapters import as_adapted, tensors_of, without_adapters
+from zbfx.checkpoint.adapters import as_adapted, refuse_adapters_alone, tensors_of, without_adapters
 from zbfx.checkpoint.hugging_face import as_pretrained, load_pretrained, refuse_quantized
 from zbfx.checkpoint.initial import initial_values
 from zbfx.checkpoint.names import Names, state_names
@@ -59,6 +59,8 @@ def loaded(source: Source, names: Names, contents: Stored, wanted: Collection[st
     if known.isdisjoint(contents) and not known.isdisjoint(inner):
         contents = inner
     is_of_base = as_adapted(source.model) is not None and known.isdisjoint(contents)
+    if is_of_base:
+        refuse_adapters_alone(contents)
     if as_pretrained(source.model) is not None or is_of_base:
         return through_transformers(source, names, contents, wanted)
     return by_name(source, names, contents, wanted)

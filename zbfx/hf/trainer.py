@@ -275,7 +275,8 @@ class PipelineTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.args.should_save:
-            begin_checkpoint(Path(self._get_output_dir(trial=trial)), self.state.global_step)
+            folder, rotates = Path(self._get_output_dir(trial=trial)), (self.args.save_total_limit or 0) > 0
+            begin_checkpoint(folder, self.state.global_step, rotates=rotates)
         super()._save_checkpoint(model, trial)
 
 

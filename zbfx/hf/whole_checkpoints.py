@@ -16,12 +16,13 @@ from zbfx.errors import ZbfxError
 TRAINERS_NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 
-def begin_checkpoint(folder: Path, step: int) -> None:
-    """What stands there of an earlier run is not whole from now on. Partial ones go: the Trainer counts them among
-    those that it keeps."""
+def begin_checkpoint(folder: Path, step: int, *, rotates: bool) -> None:
+    """What stands there of an earlier run is not whole from now on. Partial ones go if the Trainer keeps only so many
+    (`rotates`), for it counts them among these; else they stay, for all that they hold may be weights of the user's."""
     (folder / f"{PREFIX_CHECKPOINT_DIR}-{step}" / TRAINER_STATE_NAME).unlink(missing_ok=True)
-    for path in set(numbered(folder)) - set(whole_checkpoints(folder)):
-        shutil.rmtree(path)
+    if rotates:
+        for path in set(numbered(folder)) - set(whole_checkpoints(folder)):
+            shutil.rmtree(path)
 
 
 def is_whole(checkpoint: Path) -> bool:

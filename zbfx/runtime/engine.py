@@ -74,7 +74,7 @@ class Engine:
     def __post_init__(self) -> None:
         self.counts = self.counts or (self.pipe.reduction.microbatches,) * self.replicas
         self.weight = self.pipe.reduction.zeros(self.pipe.device)
-        self.loss_gradient = torch.zeros_like(self.weight)
+        self.loss_gradient = torch.zeros_like(self.weight, dtype=self.pipe.reduction.dtype)
         for runner in self.runners:
             if self.pipe.trains and self.pipe.device.type == "cpu":
                 runner.pace = Pace(runner.rank)  # the host does the work, and times it without a wait

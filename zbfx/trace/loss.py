@@ -51,8 +51,9 @@ class Reduction:
         return cls(LossReduction(name), microbatches, loss.dtype, joint.count, tuple(loss.shape))
 
     def zeros(self, device: torch.device) -> Tensor:
-        """Memory for the gradient of the batch's loss by the loss of a microbatch."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+        """Memory for the gradient of the batch's loss by the loss of a microbatch, in the dtype of the batch's loss.
+        Backwards start from it in that of their own loss."""
+        return torch.zeros(self.shape, dtype=dtype_of_batch_loss(self.dtype), device=device)
 
     def tokens(self, rows: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
         """The count of a batch in float64, for each of its losses, from the tensors of its microbatches. None if losses
