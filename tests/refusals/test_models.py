@@ -289,6 +289,28 @@ def test_model_without_a_loss() -> None:
     assert "Pass loss_fn=" in message
 
 
+class SumAndCount(nn.Module):
+    """A model that returns the sum of a loss over tokens, and how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layers(x).square().sum(), (x > 0).sum()
+
+
+def test_model_that_returns_a_loss_and_a_count() -> None:
+    problem = Problem(SumAndCount(), None, (torch.randn(4, 8),), ())
+    assert "the model returns two numbers, the second of torch.int64" in refusal(problem, TraceError)
+    for own, is_mean in ((lambda out: out, False), (lambda out: out[0], True)):
+        step = compiled(replace(problem, loss_fn=own), 1, 2).run_local()
+        sums = [problem.model(x) for x in problem.inputs[0].chunk(2)]
+        wanted = sums[0][0] + sums[1][0]
+        wanted = wanted / 2 if is_mean else wanted / (sums[0][1] + sums[1][1])
+        torch.testing.assert_close(step(*problem.inputs), wanted)
+
+
 def test_attributes_that_cannot_be_copied_are_named() -> None:
     problem = mlp(2)
     problem.model.register_module("inner", nn.ReLU())

@@ -272,12 +272,23 @@ def write_replaced(name: str, before: Tensor, after: Tensor | None) -> None:
 
 
 def model_loss(output: Any) -> Any:
-    """The loss in the output of a model that computes it: the output itself, its `.loss`, or its first entry."""
+    """The loss in the output of a model that computes it: the output itself, its `.loss`, or its first entry. Raises
+    `TraceError` for a loss and a count, of which only `loss_fn` says what they are."""
     if isinstance(output, dict):
         return output.get("loss")
     if isinstance(output, tuple) and output:
+        if len(output) == 2 and is_count(output[1]):
+            raise TraceError(
+                f"the model returns two numbers, the second of {output[1].dtype}: a loss and a count for information, "
+                f"or a sum and its count? Pass loss_fn=lambda output: output[0] for the first, "
+                f"loss_fn=lambda output: output for (sum, count)"
+            )
         return output[0]
     return getattr(output, "loss", output)
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point() and not value.is_complex()
 
 
 def detached(value: Tensor | None) -> Tensor:
