@@ -111,7 +111,7 @@ class Judge:
                 loss, _ = under(partial(self.losses, part))
                 replay.begin_backward()
                 loss.backward(torch.full_like(loss, weight))
-            total = total + loss.detach() * weight
+            total = total + of_batch(loss) * weight
         return found(self.named(), torch.as_tensor(total))
 
     def evaluate(self, parts: list[Batch], joint: Joint, seed: int) -> Tensor:
@@ -124,7 +124,7 @@ class Judge:
         for k, part in enumerate(parts):
             replay.begin(rng.mix(seed, k))
             with replay:
-                total = total + under(partial(self.losses, part))[0].detach() * weight
+                total = total + of_batch(under(partial(self.losses, part))[0]) * weight
         for module in modules:
             module.train()
         return torch.as_tensor(total)
@@ -155,6 +155,11 @@ class Judge:
                     spread = torch.rand(value.shape, generator=noise, dtype=DOUBLE) - 0.5
                     last_place = torch.finfo(precision(self.wide)).eps
                     tensor.copy_(value * (1 + spread * 2 * last_place).to(value.dtype))
+
+
+def of_batch(loss: Tensor) -> Tensor:
+    """The loss of a microbatch, to be summed: batches have theirs in float32 at least."""
+    return loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
 
 
 def named(model: nn.Module, loss_fn: Any) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
