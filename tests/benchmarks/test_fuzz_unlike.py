@@ -9,6 +9,7 @@ from benchmarks.coverage.fuzz_unlike import STEPS, TOLERANCE, Case, largest_erro
 SEEDS = (4, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_steps_equal_plain_autograd(seed: int) -> None:
     case = Case.of(seed)

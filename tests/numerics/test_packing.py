@@ -55,6 +55,7 @@ def by_tokens(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return total, (following != -100).sum()
 
 
+@pytest.mark.slow
 @default_dtype(torch.float64)
 def test_packed_documents_equal_separate_ones() -> None:
     transformers = pytest.importorskip("transformers")

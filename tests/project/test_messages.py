@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.support.documents import text_of
 from tests.support.messages import messages, speaks
 
@@ -16,6 +18,7 @@ def keys() -> list[str]:
     return [key for row in rows for key in re.findall("`(.*?)`", row)]
 
 
+@pytest.mark.slow
 def test_every_message_is_explained() -> None:
     found = keys()
     missing = [f"{one.place}: {one.text}" for one in messages() if not any(key in one.text for key in found)]

@@ -97,6 +97,7 @@ def assert_equal(step: Step, model: nn.Module, loss_fn: Any, rows: Rows) -> None
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_new_shape", ["symbolic", "recompile"])
 @pytest.mark.parametrize("loss_fn", [by_tokens, mean])
 @default_dtype(torch.float64)
@@ -114,6 +115,7 @@ def test_any_lengths_and_any_number(on_new_shape: str, loss_fn: Any) -> None:
     torch.testing.assert_close(step.evaluate_split(rows), expected(model, loss_fn, rows)[0], rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 @default_dtype(torch.float64)
 def test_losses_and_random_numbers_follow_the_order_of_the_batch_and_not_of_the_plan() -> None:
     model = model_of(dropout=0.5)
@@ -145,6 +147,7 @@ def test_buffers_are_written_in_the_order_of_the_batch() -> None:
         torch.testing.assert_close(model.get_buffer(name), buffer, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_limit_is_kept_by_every_order() -> None:
     """A wide one lets several microbatches in flight, a narrow one fewer; below one microbatch a step is refused."""
     model = model_of()
@@ -175,6 +178,7 @@ def test_what_is_refused() -> None:
     assert step.count == 0
 
 
+@pytest.mark.slow
 def test_a_kept_step_keeps_its_forms() -> None:
     """Else a form of another shape might get the identity of one that is gone."""
     mixing = pipeline(model_of(), mean).run_local(on_new_shape="symbolic").engines.mixing
@@ -193,6 +197,7 @@ def test_of_several_replicas_the_largest_excess_counts() -> None:
     assert most_by_rank([{0: 5.0, 1: -1.0}, {0: 2.0, 1: -3.0}, {}]) == {0: 5.0}
 
 
+@pytest.mark.slow
 def test_given_costs_scale_those_of_other_shapes() -> None:
     """F=2, B=3, W=5 for the example's length; twice the length costs more, in the same unit."""
     costs = CostTable.chain([StageCost(2, 3, 5, saved_bytes=7)] * STAGES, comm_s=7)

@@ -157,6 +157,7 @@ def gemma() -> nn.Module:
     return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, **windows, vocab_size=32, use_cache=False))
 
 
+@pytest.mark.transformers
 @pytest.mark.parametrize(
     ("make", "count"),
     [
