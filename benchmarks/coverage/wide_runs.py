@@ -103,7 +103,7 @@ class Judge:
 
     def step(self, parts: list[Batch], joint: Joint, seed: int) -> Found:
         """The results of a training step; the random numbers are those of the pipeline."""
-        replay, weight, total = Replayed(joint), self.weigh(parts), 0.0
+        replay, weight, total = Replayed(joint), self.weigh(parts), torch.zeros((), dtype=torch.float32)
         under = MODES.get(self.wide.followed, lambda call: call())
         for k, part in enumerate(parts):
             replay.begin(rng.mix(seed, k))
@@ -112,11 +112,11 @@ class Judge:
                 replay.begin_backward()
                 loss.backward(torch.full_like(loss, weight))
             total = total + of_batch(loss) * weight
-        return found(self.named(), torch.as_tensor(total))
+        return found(self.named(), total)
 
     def evaluate(self, parts: list[Batch], joint: Joint, seed: int) -> Tensor:
         """The loss in eval mode. Gradients stay on: models register hooks in their forward."""
-        replay, weight, total = Replayed(joint), self.weigh(parts), 0.0
+        replay, weight, total = Replayed(joint), self.weigh(parts), torch.zeros((), dtype=torch.float32)
         under = MODES.get(self.wide.followed, lambda call: call())
         modules = [m for m in (self.model, self.loss_fn) if isinstance(m, nn.Module)]
         for module in modules:
@@ -127,7 +127,7 @@ class Judge:
                 total = total + of_batch(under(partial(self.losses, part))[0]) * weight
         for module in modules:
             module.train()
-        return torch.as_tensor(total)
+        return total
 
     @torch.no_grad()
     def update(self) -> None:
