@@ -60,6 +60,7 @@ def test_annealing_fuses_one_by_one() -> None:
     assert kinds == {Kind.F, Kind.B, Kind.W, Kind.BW}
 
 
+@pytest.mark.slow
 def test_backwards_are_fused_and_split_within_one_stage() -> None:
     """Whole stages fused take 4380; with rank i's last 2 i backwards split, 4300."""
     found = plan(CHEAP_WHEN_FUSED, 12, mem_limit="1x", budget_s=2)

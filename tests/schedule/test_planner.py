@@ -63,6 +63,7 @@ def test_the_v_placement_needs_less_memory() -> None:
     assert found.gap == 0
 
 
+@pytest.mark.slow
 def test_auto_chooses_the_placement() -> None:
     setting: Setting = SETTINGS["6.2B", 24]
     found = plan([setting.linear(), setting.v_shaped()], 24, mem_limit="1x", budget_s=4)
