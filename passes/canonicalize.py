@@ -31,14 +31,7 @@ from zbfx import _torch
 from zbfx._torch import GRADIENT_ADDITION_MARK, aten
 from zbfx.errors import TraceError
 from zbfx.graphs import Joint, Port, Role, copy_graph
-from zbfx.passes.nodes import (
-    drop_dead_nodes,
-    expression,
-    is_view,
-    is_widening,
-    storage_owner,
-    value_bytes,
-)
+from zbfx.passes.nodes import drop_dead_nodes, expression, is_view, is_widening, storage_owner, value_bytes
 
 # Fused backward ops worth splitting, with the position of the mask argument that says which gradients to compute.
 # Norms are not among them: their weight gradient is a cheap sum, and W could make it only from two held activations.

@@ -151,6 +151,14 @@ def end(signal_number: int, frame: object) -> None:
     raise Ended
 
 
+def begin() -> None:
+    """Prepare this process for a campaign: one thread, no warnings, and SIGTERM ends it."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    signal.signal(signal.SIGTERM, end)
+    gc.freeze()  # the tracer collects garbage at every hook: what was imported is none
+
+
 def campaign(first_seed: int, count: int, workers: int = 0) -> dict[str, Any]:
     """Run random models; the summary, of those that are done where the process is asked to end (SIGTERM). Tells how far
     it is on stderr."""
@@ -175,10 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=0, help="ranks over processes (gloo); 0: all in this process")
     parser.add_argument("--out", type=Path, help="append the JSON object, with commit and versions, as one line")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    signal.signal(signal.SIGTERM, end)
-    gc.freeze()  # the tracer collects garbage at every hook: what was imported is none
+    begin()
     row = {**environment(), **campaign(options.seed, options.count, options.workers)}
     if options.out:
         append_row(options.out, row)

@@ -12,13 +12,10 @@ traced once, how many models are refused (in both ways), why layers were not tra
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import logging
 import re
-import signal
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -34,7 +31,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.coverage.fuzz_wide import PROGRESS, Ended, end
+from benchmarks.coverage.fuzz_wide import PROGRESS, Ended, begin
 from benchmarks.coverage.random_models import DOUBLE, WIDTH
 from benchmarks.coverage.stacked_models import LENGTH, ROWS, Stacked
 from benchmarks.coverage.wide_models import WideModel, dims_of, draw, loss_of, microbatches_of
@@ -164,11 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[""], help="of the zoo: names that contain one of these")
     parser.add_argument("--out", type=Path, help="append the JSON object, with commit and versions, as one line")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+    begin()
     logging.disable(logging.WARNING)
-    signal.signal(signal.SIGTERM, end)
-    gc.freeze()
     seeds = range(options.seed, options.seed + options.count)
     models: Iterator[tuple[str, Callable[[], Made]]] = ((str(n), partial(random_model, n)) for n in seeds)
     if options.zoo:
