@@ -193,8 +193,9 @@ class Step:
 
     @uncompiled
     def evaluate_split(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> Tensor:
-        """The loss of microbatches that are cut already, in eval mode, as `evaluate` gives it of a batch. They come as
-        to `run_split`, any number of them, of any shapes that it takes."""
+        """The loss of microbatches that are cut already, in eval mode, as `evaluate` gives it of a batch: a scalar, on
+        every rank. They come as to `run_split`, any number of them, of any shapes that it takes. Raises `InputError`
+        for others, on all ranks alike."""
         with self.alone():
             if self.optimizer is not None:
                 self.optimizer.settle()
