@@ -43,9 +43,10 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/trace/backward_writes.py": ("user.op == 'output'",),
         "zbfx/trace/stamped.py": ("n.op == 'call_function'",),
         "zbfx/trace/tracer.py": ("node.op != 'placeholder'",),
-        "zbfx/verify/graph_rules.py": ("node.op == 'call_function'", "node.op == 'placeholder'"),
+        "zbfx/verify/joint_rules.py": ("node.op == 'call_function'", "node.op == 'placeholder'"),
         "zbfx/verify/rank_rules.py": ("node.op == 'call_module'", "value.op == 'call_module'"),
-        "zbfx/verify/program_rules.py": (
+        "zbfx/verify/program_rules.py": ("node.op == 'call_module'",),
+        "zbfx/verify/flow.py": (
             "node.op == 'call_module'",
             "node.op == 'placeholder'",
             "value.op == 'call_module'",
@@ -150,7 +151,8 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "passes/positions.py": ("port.name in written",),
         "passes/prologue.py": ("port.name not in written",),
         "zbfx/gradient_check.py": ("name == phase.name",),
-        "zbfx/verify/graph_rules.py": ("port.name in written", "ports[node].name in written"),
+        "zbfx/verify/joint_rules.py": ("ports[node].name in written",),
+        "zbfx/verify/stage_rules.py": ("port.name in written",),
         "passes/split.py": ("port.name in updates",),
         "zbfx/trace/recorded.py": ("call.name in self.nested", "one.name in but"),
         "zbfx/trace/backward_writes.py": ("port.name not in written",),

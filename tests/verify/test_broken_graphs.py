@@ -22,7 +22,7 @@ from zbfx.passes.extract import extract
 from zbfx.passes.recompute import copy_split
 from zbfx.passes.split import split
 from zbfx.plan import Kind
-from zbfx.verify import RULES, graph_rules, verified, verify
+from zbfx.verify import RULES, joint_rules, stage_rules, verified, verify
 
 aten = torch.ops.aten
 P, F, B, W = Kind.P, Kind.F, Kind.B, Kind.W
@@ -100,27 +100,27 @@ def with_inputs_swapped(joint: Joint, one: str, other: str) -> Joint:
 
 
 OF_JOINTS: list[tuple[Callable[..., Any], Callable[[Joint], Joint]]] = [
-    (graph_rules.nodes_are_in_order, a_node_before_what_it_reads),
-    (graph_rules.nodes_are_in_order, a_method_is_called),
-    (graph_rules.nodes_are_in_order, lambda joint: with_outputs(joint, [*joint.output_values[1:], None])),
-    (graph_rules.ports_are_complete, lambda joint: with_outputs(joint, joint.output_values[1:])),
-    (graph_rules.ports_have_their_roles, lambda joint: with_port(joint, Role.LOSS, Port(Role.INPUT, "loss"))),
-    (graph_rules.ports_have_their_roles, lambda joint: with_port(joint, Role.GRADIENT, Port(Role.LOSS, "loss"))),
-    (graph_rules.ports_have_their_roles, lambda joint: with_port(joint, Role.BUFFER_UPDATE, joint.outputs[0])),
+    (joint_rules.nodes_are_in_order, a_node_before_what_it_reads),
+    (joint_rules.nodes_are_in_order, a_method_is_called),
+    (joint_rules.nodes_are_in_order, lambda joint: with_outputs(joint, [*joint.output_values[1:], None])),
+    (joint_rules.ports_are_complete, lambda joint: with_outputs(joint, joint.output_values[1:])),
+    (joint_rules.ports_have_their_roles, lambda joint: with_port(joint, Role.LOSS, Port(Role.INPUT, "loss"))),
+    (joint_rules.ports_have_their_roles, lambda joint: with_port(joint, Role.GRADIENT, Port(Role.LOSS, "loss"))),
+    (joint_rules.ports_have_their_roles, lambda joint: with_port(joint, Role.BUFFER_UPDATE, joint.outputs[0])),
     (
-        graph_rules.outputs_belong_to_inputs,
+        joint_rules.outputs_belong_to_inputs,
         lambda joint: with_port(joint, Role.GRADIENT, Port(Role.GRADIENT, "9.bias")),
     ),
-    (graph_rules.constants_are_held, lambda joint: replace(joint, constants={"mask": torch.ones(3)})),
-    (graph_rules.nodes_are_described, lambda joint: without_meta(joint, "val")),
-    (graph_rules.nodes_are_described, lambda joint: without_meta(joint, "is_backward")),
-    (graph_rules.nothing_is_written, lambda joint: with_target(joint, "tanh", aten.tanh_.default)),
-    (graph_rules.outputs_fit, lambda joint: with_value(joint, Role.LOSS, lambda loss: loss[None])),
-    (graph_rules.outputs_fit, lambda joint: with_value(joint, Role.GRADIENT, torch.Tensor.double)),
-    (graph_rules.outputs_fit, lambda joint: with_value(joint, Role.BUFFER_UPDATE, torch.Tensor.double)),
-    (graph_rules.outputs_fit, lambda joint: with_inputs_swapped(joint, "3.weight", "3.bias")),
-    (graph_rules.ports_are_kept, lambda joint: with_inputs_swapped(joint, "3.bias", "6.bias")),
-    (graph_rules.ports_are_kept, lambda joint: with_port(joint, Role.GRADIENT, Port(Role.GRADIENT, "3.bias"))),
+    (joint_rules.constants_are_held, lambda joint: replace(joint, constants={"mask": torch.ones(3)})),
+    (joint_rules.nodes_are_described, lambda joint: without_meta(joint, "val")),
+    (joint_rules.nodes_are_described, lambda joint: without_meta(joint, "is_backward")),
+    (joint_rules.nothing_is_written, lambda joint: with_target(joint, "tanh", aten.tanh_.default)),
+    (joint_rules.outputs_fit, lambda joint: with_value(joint, Role.LOSS, lambda loss: loss[None])),
+    (joint_rules.outputs_fit, lambda joint: with_value(joint, Role.GRADIENT, torch.Tensor.double)),
+    (joint_rules.outputs_fit, lambda joint: with_value(joint, Role.BUFFER_UPDATE, torch.Tensor.double)),
+    (joint_rules.outputs_fit, lambda joint: with_inputs_swapped(joint, "3.weight", "3.bias")),
+    (joint_rules.ports_are_kept, lambda joint: with_inputs_swapped(joint, "3.bias", "6.bias")),
+    (joint_rules.ports_are_kept, lambda joint: with_port(joint, Role.GRADIENT, Port(Role.GRADIENT, "3.bias"))),
 ]
 
 
@@ -187,28 +187,28 @@ def swapped(forward: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
 
 
 OF_SPLITS: list[tuple[Callable[..., Any], Callable[[Split], Split]]] = [
-    (graph_rules.outputs_are_computed, output_that_is_an_input),
-    (graph_rules.line_is_in_order, lambda split: with_line(split, forward=swapped(split.placed.line.forward))),
-    (graph_rules.line_is_in_order, lambda split: with_line(split, position={})),
-    (graph_rules.line_is_in_order, lambda split: with_placed(split, stage_of={})),
-    (graph_rules.gradients_follow_from_the_loss, lambda split: with_line(split, gradients=frozenset())),
-    (graph_rules.stages_lie_along_the_model, lambda split: in_stage(split, "mm_2", 0)),
-    (graph_rules.stages_lie_along_the_model, lambda split: in_stage(split, "tanh", 2)),
-    (graph_rules.stages_lie_along_the_model, lambda split: with_placed(split, stage_count=2)),
+    (joint_rules.outputs_are_computed, output_that_is_an_input),
+    (joint_rules.line_is_in_order, lambda split: with_line(split, forward=swapped(split.placed.line.forward))),
+    (joint_rules.line_is_in_order, lambda split: with_line(split, position={})),
+    (joint_rules.line_is_in_order, lambda split: with_placed(split, stage_of={})),
+    (joint_rules.gradients_follow_from_the_loss, lambda split: with_line(split, gradients=frozenset())),
+    (joint_rules.stages_lie_along_the_model, lambda split: in_stage(split, "mm_2", 0)),
+    (joint_rules.stages_lie_along_the_model, lambda split: in_stage(split, "tanh", 2)),
+    (joint_rules.stages_lie_along_the_model, lambda split: with_placed(split, stage_count=2)),
     (
-        graph_rules.values_reach_their_readers,
+        joint_rules.values_reach_their_readers,
         lambda split: at_the_position_of(split, "native_batch_norm_backward", "mse_loss"),
     ),
-    (graph_rules.stageless_nodes_need_no_stage, lambda split: without_stage(split, "mm_2")),
-    (graph_rules.phases_cover_the_stages, lambda split: replace(split, phase_of={})),
-    (graph_rules.phases_cover_the_stages, lambda split: in_phase(split, "tanh", B)),
-    (graph_rules.phases_cover_the_stages, lambda split: in_phase(split, "mm_2", Kind.BW)),
-    (graph_rules.prologues_read_no_microbatch, lambda split: in_phase(split, "addmm", P)),
-    (graph_rules.prologues_read_no_microbatch, lambda split: kept(split, "tanh")),
-    (graph_rules.prologues_read_no_microbatch, lambda split: kept(split, "clone_default_1")),
-    (graph_rules.weights_come_last, lambda split: in_phase(split, "mm_2", W)),
-    (graph_rules.buffers_are_written_in_order, written_in_a_w),
-    (graph_rules.nothing_moves, lambda split: in_phase(split, "sum_2", B)),
+    (joint_rules.stageless_nodes_need_no_stage, lambda split: without_stage(split, "mm_2")),
+    (joint_rules.phases_cover_the_stages, lambda split: replace(split, phase_of={})),
+    (joint_rules.phases_cover_the_stages, lambda split: in_phase(split, "tanh", B)),
+    (joint_rules.phases_cover_the_stages, lambda split: in_phase(split, "mm_2", Kind.BW)),
+    (joint_rules.prologues_read_no_microbatch, lambda split: in_phase(split, "addmm", P)),
+    (joint_rules.prologues_read_no_microbatch, lambda split: kept(split, "tanh")),
+    (joint_rules.prologues_read_no_microbatch, lambda split: kept(split, "clone_default_1")),
+    (joint_rules.weights_come_last, lambda split: in_phase(split, "mm_2", W)),
+    (joint_rules.buffers_are_written_in_order, written_in_a_w),
+    (joint_rules.nothing_moves, lambda split: in_phase(split, "sum_2", B)),
 ]
 
 
@@ -252,7 +252,7 @@ def last_result_is_lost(graph: fx.Graph) -> None:
 
 
 def last_write_is_lost(graph: fx.Graph) -> None:
-    graph.erase_node([node for node in graph.nodes if graph_rules.written_by(node)][-1])
+    graph.erase_node([node for node in graph.nodes if joint_rules.written_by(node)][-1])
 
 
 def a_value_is_written(graph: fx.Graph) -> None:
@@ -271,37 +271,37 @@ def a_value_of_another_dtype() -> tuple[Stage, ...]:
 
 
 OF_STAGES: list[tuple[Callable[..., Any], Callable[[], tuple[Stage, ...]]]] = [
-    (graph_rules.phase_is_in_order, lambda: rewritten(F, 0, a_node_is_moved_up)),
-    (graph_rules.arguments_are_named, lambda: rewritten(F, 1, first_argument_last)),
-    (graph_rules.arguments_are_named, lambda: changed(B, 1, values=extracted()[1].phases[B].values[1:])),
-    (graph_rules.arguments_are_named, lambda: changed(F, 1, is_random=False)),
-    (graph_rules.results_are_returned, lambda: rewritten(F, 1, last_result_is_lost)),
-    (graph_rules.results_are_returned, lambda: changed(F, 2, last=())),
-    (graph_rules.gradients_and_updates_are_written, lambda: rewritten(F, 0, last_write_is_lost)),
-    (graph_rules.gradients_and_updates_are_written, lambda: rewritten(W, 1, last_write_is_lost)),
-    (graph_rules.gradients_and_updates_are_written, lambda: rewritten(W, 1, a_value_is_written)),
-    (graph_rules.sums_are_like_parameters, lambda: rewritten(B, 0, lambda g: flat(node_of(g, "grad_1_weight")))),
-    (graph_rules.phases_are_four, lambda: with_record(1, phases={F: extracted()[1].phases[F]})),
-    (graph_rules.phases_are_four, lambda: with_record(1, phases=extracted()[2].phases)),
-    (graph_rules.records_cover_the_values, lambda: with_record(1, origins={})),
-    (graph_rules.values_are_like_their_examples, lambda: rewritten(B, 1, lambda g: in_double(node_of(g, "tanh")))),
-    (graph_rules.values_come_before_their_readers, lambda: with_origin(1, "tanh", (1, W))),
-    (graph_rules.values_come_before_their_readers, lambda: with_origin(1, "getitem", (2, F))),
-    (graph_rules.values_come_before_their_readers, lambda: with_origin(1, "tanh_backward", (0, B))),
-    (graph_rules.prologues_are_the_same_for_every_microbatch, lambda: extract(kept(copy_split(division()), "addmm"))),
+    (stage_rules.phase_is_in_order, lambda: rewritten(F, 0, a_node_is_moved_up)),
+    (stage_rules.arguments_are_named, lambda: rewritten(F, 1, first_argument_last)),
+    (stage_rules.arguments_are_named, lambda: changed(B, 1, values=extracted()[1].phases[B].values[1:])),
+    (stage_rules.arguments_are_named, lambda: changed(F, 1, is_random=False)),
+    (stage_rules.results_are_returned, lambda: rewritten(F, 1, last_result_is_lost)),
+    (stage_rules.results_are_returned, lambda: changed(F, 2, last=())),
+    (stage_rules.gradients_and_updates_are_written, lambda: rewritten(F, 0, last_write_is_lost)),
+    (stage_rules.gradients_and_updates_are_written, lambda: rewritten(W, 1, last_write_is_lost)),
+    (stage_rules.gradients_and_updates_are_written, lambda: rewritten(W, 1, a_value_is_written)),
+    (stage_rules.sums_are_like_parameters, lambda: rewritten(B, 0, lambda g: flat(node_of(g, "grad_1_weight")))),
+    (stage_rules.phases_are_four, lambda: with_record(1, phases={F: extracted()[1].phases[F]})),
+    (stage_rules.phases_are_four, lambda: with_record(1, phases=extracted()[2].phases)),
+    (stage_rules.records_cover_the_values, lambda: with_record(1, origins={})),
+    (stage_rules.values_are_like_their_examples, lambda: rewritten(B, 1, lambda g: in_double(node_of(g, "tanh")))),
+    (stage_rules.values_come_before_their_readers, lambda: with_origin(1, "tanh", (1, W))),
+    (stage_rules.values_come_before_their_readers, lambda: with_origin(1, "getitem", (2, F))),
+    (stage_rules.values_come_before_their_readers, lambda: with_origin(1, "tanh_backward", (0, B))),
+    (stage_rules.prologues_are_the_same_for_every_microbatch, lambda: extract(kept(copy_split(division()), "addmm"))),
     (
-        graph_rules.prologues_are_the_same_for_every_microbatch,
+        stage_rules.prologues_are_the_same_for_every_microbatch,
         lambda: extract(kept(copy_split(division()), "clone_default_1")),
     ),
-    (graph_rules.stages_are_numbered, lambda: extracted()[::-1]),
-    (graph_rules.values_are_made_once_and_read, lambda: with_origin(2, "tanh_1", (0, F))),
-    (graph_rules.makers_and_readers_agree, a_value_of_another_dtype),
+    (stage_rules.stages_are_numbered, lambda: extracted()[::-1]),
+    (stage_rules.values_are_made_once_and_read, lambda: with_origin(2, "tanh_1", (0, F))),
+    (stage_rules.makers_and_readers_agree, a_value_of_another_dtype),
     (
-        graph_rules.makers_and_readers_agree,
+        stage_rules.makers_and_readers_agree,
         lambda: with_record(1, storages=dict.fromkeys(extracted()[1].storages, ("", 0))),
     ),
     (
-        graph_rules.loss_and_updates_come_once,
+        stage_rules.loss_and_updates_come_once,
         lambda: with_phase(
             rewritten(F, 2, last_result_is_lost),
             replace(rewritten(F, 2, last_result_is_lost)[2].phases[F], last=()),
@@ -337,12 +337,12 @@ def test_broken_stages_are_refused(rule: Callable[..., Any], mutation: Callable[
 
 def test_a_gradient_that_no_phase_makes_is_missed() -> None:
     due = in_phase(copy_split(division()), "view_1", B)
-    refused(extracted(), due, graph_rules.gradients_and_updates_are_all_made)
+    refused(extracted(), due, stage_rules.gradients_and_updates_are_all_made)
 
 
 def test_a_sum_of_another_dtype_than_the_joint_graph_names_is_refused() -> None:
     stages = rewritten(B, 0, lambda graph: in_double(node_of(graph, "grad_1_weight")))
-    refused(stages, division(), graph_rules.sums_have_their_dtypes)
+    refused(stages, division(), stage_rules.sums_have_their_dtypes)
 
 
 def test_a_pass_of_the_users_is_named() -> None:
@@ -365,8 +365,9 @@ def test_what_they_are_made_from_is_good() -> None:
 
 
 def test_every_rule_is_broken() -> None:
+    graphs = (joint_rules.__name__, stage_rules.__name__)
     broken = {rule for rule, _ in (*OF_JOINTS, *OF_SPLITS, *OF_STAGES)} | {
-        graph_rules.gradients_and_updates_are_all_made,
-        graph_rules.sums_have_their_dtypes,
+        stage_rules.gradients_and_updates_are_all_made,
+        stage_rules.sums_have_their_dtypes,
     }
-    assert broken == {rule for rules in RULES.values() for rule in rules if rule.__module__ == graph_rules.__name__}
+    assert broken == {rule for rules in RULES.values() for rule in rules if rule.__module__ in graphs}

@@ -16,10 +16,12 @@ from zbfx.errors import BrokenGraph
 from zbfx.graphs import Joint, Placed, Split, Stage
 from zbfx.program.codegen import Program
 from zbfx.schedule.schedule import Schedule
-from zbfx.verify.graph_rules import JOINT, JOINT_KEPT, PHASE, PLACED, SPLIT, SPLIT_KEPT, STAGE, STAGES, STAGES_OF_SPLIT
+from zbfx.verify.flow import Flow
+from zbfx.verify.joint_rules import JOINT, JOINT_KEPT, PLACED, SPLIT, SPLIT_KEPT
 from zbfx.verify.problems import RuleTable
-from zbfx.verify.program_rules import FLOW, ORDERED, PROGRAM, Flow
+from zbfx.verify.program_rules import FLOW, ORDERED, PROGRAM
 from zbfx.verify.rank_rules import ALL_RANKS
+from zbfx.verify.stage_rules import PHASE, STAGE, STAGES, STAGES_OF_SPLIT
 
 Graph = TypeVar("Graph")
 Given = TypeVar("Given")

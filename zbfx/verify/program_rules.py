@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from itertools import accumulate
-from typing import Any, NamedTuple
 
-from torch import fx, nn
-
-from zbfx.graphs import Phase, Role
-from zbfx.plan import Action, Kind, parts
+from zbfx.graphs import Role
+from zbfx.plan import Kind, parts
 from zbfx.program import ops
 from zbfx.program.calls import (
     AddToGradient,
     Gradient,
-    GradientBucket,
     Item,
     PartialSum,
     PhaseCall,
@@ -28,11 +22,21 @@ from zbfx.program.codegen import Program
 from zbfx.program.messages import TensorLayout, layout_of
 from zbfx.program.streams import Beside, join
 from zbfx.schedule.schedule import Schedule
-from zbfx.verify.graph_rules import PHASES, crossing
+from zbfx.verify.flow import (
+    COLLECTED,
+    INCOMING,
+    OUTGOING,
+    SUMMED,
+    CallNode,
+    Flow,
+    called_by,
+    carried,
+    names_in,
+    nodes_that,
+    sent,
+)
 from zbfx.verify.problems import Problem, Problems, RuleTable, alike, distinct, each, equal, in_order, outputs_of
-
-INCOMING, OUTGOING = [ops.post, ops.receive], [ops.send, ops.release]
-SUMMED, COLLECTED = [ops.reduce, ops.reduced], [ops.gather, ops.gathered]
+from zbfx.verify.stage_rules import PHASES, crossing
 
 
 def program_is_in_order(program: Program) -> Problems:
@@ -49,80 +53,6 @@ def calls_are_actions(program: Program) -> Problems:
         yield from equal(f"the action of {node}", expected, action and (action.kind, action.stage))
         if action and action.microbatch not in microbatches:
             yield Problem(f"the microbatch of {node}", f"one of {len(microbatches)}", action.microbatch)
-
-
-def called_by(node: fx.Node) -> nn.Module:
-    """The module that a node calls, on whatever stream."""
-    module = node.graph.owning_module.get_submodule(str(node.target))  # type: ignore[union-attr]
-    return module.call if isinstance(module, Beside) else module
-
-
-class CallNode(NamedTuple):
-    """A call of a phase; the node that ends it is a later one where the call runs beside others."""
-
-    node: fx.Node
-    start: int
-    end: int
-    module: PhaseCall
-    action: Action
-
-    @property
-    def phase(self) -> Phase:
-        return self.module.phase
-
-
-@dataclass(frozen=True)
-class Flow:
-    """A program as its rules read it: the calls of its phases, which value or bundle of which microbatch a node holds,
-    and, by key and in order, what it does with messages and with buckets. `place` counts nodes. What a prologue keeps
-    is of no microbatch: None."""
-
-    program: Program
-    place: Mapping[fx.Node, int]
-    calls: tuple[CallNode, ...]
-    holds: Mapping[Any, tuple[Item, int | None]]
-    messages: Mapping[str, list[fx.Node]]
-    buckets: Mapping[str, list[fx.Node]]
-    transport: fx.Node
-    microbatches: tuple[fx.Node, ...]
-
-    @property
-    def ordered(self) -> list[CallNode]:
-        """The calls of phases that belong to a microbatch."""
-        return [call for call in self.calls if call.action.kind is not Kind.P]
-
-    def kept(self, stage: int) -> set[Item]:
-        """What the prologue of a stage gives to all its other calls."""
-        prologues = (call for call in self.calls if call.action.kind is Kind.P and call.action.stage == stage)
-        return {item for call in prologues for item in call.module.returned}
-
-    @classmethod
-    def of(cls, program: Program) -> Flow:
-        place = {node: k for k, node in enumerate(program.module.graph.nodes)}
-        ends = {node.args[0]: k for node, k in place.items() if node.target is join}
-        calls, gives = list[CallNode](), dict[Any, tuple[tuple[Item, ...], int | None]]()
-        messages, buckets = defaultdict[str, list[fx.Node]](list), defaultdict[str, list[fx.Node]](list)
-        for node, k in place.items():
-            if node.op == "call_module" and isinstance(module := called_by(node), PhaseCall):
-                calls.append(CallNode(node, k, ends.get(node, k), module, node.meta["action"]))
-                action = node.meta["action"]
-                gives[node] = module.returned, None if action.kind is Kind.P else action.microbatch
-            elif node.target in SUMMED + COLLECTED:
-                buckets[str(node.args[1])].append(node)
-            elif node.target in INCOMING + OUTGOING:
-                messages[str(node.args[1])].append(node)
-                message = program.messages.get(str(node.args[1]))
-                if node.target is ops.receive and message and message.producer:
-                    gives[node] = message.names, message.producer.microbatch
-        entries = (node for node in place if node.target is operator.getitem and node.args[0] in gives)
-        holds = {node: held for node in entries for held in entry(*gives[node.args[0]], node.args[1])}
-        inputs = tuple(node for node in place if node.op == "placeholder")
-        return cls(program, place, tuple(calls), holds, messages, buckets, inputs[0], inputs[1:])
-
-
-def entry(items: tuple[Item, ...], microbatch: int | None, index: Any) -> list[tuple[Item, int | None]]:
-    """One of the values that a call or a message gives; none if it gives fewer."""
-    return [(item, microbatch) for item in items[index : index + 1]]
 
 
 def messages_are_the_ranks(flow: Flow) -> Problems:
@@ -160,25 +90,6 @@ def messages_hold_their_values(flow: Flow) -> Problems:
             yield from equal(f"what {key} sends", [*message.names], [carried(flow, value) for value in sent(node)])
 
 
-def sent(node: fx.Node) -> tuple[fx.Node, ...]:
-    return tuple(node.args[2])  # type: ignore[arg-type]
-
-
-def carried(flow: Flow, value: fx.Node) -> str | None:
-    """What a node holds that belongs to no action: the name of a gradient, or of what passes along the chain."""
-    if value.op == "call_module":
-        return getattr(called_by(value), "name", None)
-    if value.target is not operator.getitem:
-        return None
-    source, index = value.args
-    if source.op == "call_module":  # type: ignore[union-attr]
-        names = [name for name, _ in flow.program.chain.summary] if isinstance(called_by(source), Summary) else []  # type: ignore[arg-type]
-    else:
-        message = flow.program.messages.get(str(source.args[1])) if source.target is ops.receive else None  # type: ignore[union-attr]
-        names = [*message.names] if message is not None and message.producer is None else []
-    return names[index] if isinstance(index, int) and 0 <= index < len(names) else None
-
-
 def messages_fit_their_phases(flow: Flow) -> Problems:
     """What travels has the layout of what the phase makes that sends it, and of what the phase reads that gets it."""
     ends = defaultdict[str, list[tuple[str, TensorLayout]]](list)
@@ -195,15 +106,11 @@ def calls_pack_their_phase(flow: Flow) -> Problems:
     for call in {call.phase.name: call for call in flow.calls}.values():
         missing = set(call.phase.values) - set(unpacked(call.module.arguments))
         yield from alike(f"what {call.phase.name} reads", missing, ())
-        yield from alike(f"what {call.phase.name} gives", results(call.phase), unpacked(call.module.returned))
+        yield from alike(f"what {call.phase.name} gives", call.phase.returned, unpacked(call.module.returned))
 
 
 def unpacked(items: Iterable[Item]) -> Iterable[str]:
     return each((item,) if isinstance(item, str) else item for item in items)
-
-
-def results(phase: Phase) -> tuple[str, ...]:
-    return phase.returned
 
 
 def calls_get_their_arguments(flow: Flow) -> Problems:
@@ -256,7 +163,7 @@ def microbatches_are_alike(flow: Flow) -> Problems:
         k: [
             (phase.kind, phase.stage, name)
             for phase in map(phases.__getitem__, run)
-            for name in (*results(phase), *phase.gradients, *phase.updates)
+            for name in (*phase.returned, *phase.gradients, *phase.updates)
         ]
         for run, k in {tuple(sorted(run)): k for k, run in enumerate(runs)}.items()
     }
@@ -306,10 +213,6 @@ def sums_are_whole(flow: Flow) -> Problems:
             yield from alike(f"what sums {node} later", (), late)
 
 
-def nodes_that(flow: Flow, function: object, key: str) -> list[fx.Node]:
-    return [node for node in flow.buckets.get(key, ()) if node.target is function]
-
-
 def buckets_are_whole(flow: Flow) -> Problems:
     """A bucket is summed after all that adds to its gradients, and collected before a phase reads its parameters."""
     last = {call.phase.name: call for call in flow.calls}
@@ -328,13 +231,6 @@ def buckets_are_whole(flow: Flow) -> Problems:
         for begin, end in zip(*(nodes_that(flow, function, key) for function in COLLECTED), strict=True):
             early = (node for name, k, node in reads if name in names_in(begin) and k < flow.place[end])
             yield from alike(f"what reads {key} before it is there", (), early)
-
-
-def names_in(node: fx.Node) -> tuple[str, ...]:
-    """What the bucket holds that a node begins to sum or to collect."""
-    module = called_by(node.args[2])  # type: ignore[arg-type]
-    assert isinstance(module, GradientBucket), "a bucket's tensor"
-    return module.bucket.names
 
 
 def verdict_ends_the_prefix(flow: Flow) -> Problems:

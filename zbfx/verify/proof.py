@@ -15,7 +15,7 @@ from zbfx.program.codegen import Program
 from zbfx.program.streams import Beside
 from zbfx.schedule.schedule import Schedule
 from zbfx.verify import verify
-from zbfx.verify.program_rules import Flow, called_by
+from zbfx.verify.flow import Flow, called_by
 
 WIDTH, INDENT = 116, 17
 

@@ -17,8 +17,8 @@ from torch import fx
 from zbfx.graphs import Role
 from zbfx.program import ops
 from zbfx.program.calls import AddToGradient, Gradient, PartialSum
+from zbfx.verify.flow import CallNode, Flow, called_by
 from zbfx.verify.problems import Problem, Problems, RuleTable, alike, equal
-from zbfx.verify.program_rules import CallNode, Flow, called_by
 
 Flows = Sequence[Flow]
 Sum = tuple[str, int]  # a gradient, and the stage whose sum over the microbatches it is
