@@ -42,7 +42,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/graphs.py": ("node.op == 'call_function'",),
         "zbfx/trace/backward_writes.py": ("user.op == 'output'",),
         "zbfx/trace/stamped.py": ("n.op == 'call_function'",),
-        "zbfx/trace/tracer.py": ("node.op != 'placeholder'",),
+        "zbfx/trace/as_joint.py": ("node.op != 'placeholder'",),
         "zbfx/verify/joint_rules.py": ("node.op == 'call_function'", "node.op == 'placeholder'"),
         "zbfx/verify/rank_rules.py": ("node.op == 'call_module'", "value.op == 'call_module'"),
         "zbfx/verify/program_rules.py": ("node.op == 'call_module'",),
@@ -113,7 +113,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/schedule/integer/mip_child.py": ("__name__ == '__main__'",),
         "zbfx/trace/first_forward.py": ("name == '__init__'",),
         "zbfx/trace/guard.py": ("function.__name__ != '__init__'", "step.opname in READS", "name.startswith('__')"),
-        "zbfx/trace/objective.py": (
+        "zbfx/trace/user_lines.py": (
             "name.startswith('__i')",
             "name == '__setitem__'",
             "name.endswith('_')",
@@ -129,7 +129,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "f.filename.startswith('<frozen importlib')",
             "line.filename.startswith(LIBRARIES)",
         ),
-        "zbfx/trace/objective.py": (
+        "zbfx/trace/user_lines.py": (
             "frame.f_code.co_filename.startswith(LIBRARY_FOLDERS)",
             "frame.f_code.co_filename.startswith(OWN_FOLDER)",
         ),

@@ -31,7 +31,7 @@ from zbfx.trace.guard import Source
 from zbfx.trace.left_behind import without_look_outs
 from zbfx.trace.loss import dtype_of_batch_loss
 from zbfx.trace.objective import Objective
-from zbfx.trace.tracer import named_tensors
+from zbfx.trace.tensor_names import named_tensors
 
 SHRINK = 0.75  # what becomes of every parameter between two steps
 BATCH_LOSS = "loss of the batch"

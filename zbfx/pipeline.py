@@ -57,8 +57,9 @@ from zbfx.selfcheck import self_checked
 from zbfx.show.page import page
 from zbfx.trace.guard import Guard, Source
 from zbfx.trace.loss import Reduction, separate_count
+from zbfx.trace.tensor_names import named_tensors
 from zbfx.trace.tensor_parallel import local_parts, refuse_measuring
-from zbfx.trace.tracer import named_tensors, trace
+from zbfx.trace.tracer import trace
 from zbfx.user_pass import Pass, checked_passes, checked_tracing
 from zbfx.variants import Variants
 

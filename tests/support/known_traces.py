@@ -17,8 +17,9 @@ import zbfx.pipeline
 from zbfx.modes import Modes
 from zbfx.plans.identity import identity
 from zbfx.spelled import spelled
+from zbfx.trace.tensor_names import named_tensors
 from zbfx.trace.tensor_parallel import is_sharded
-from zbfx.trace.tracer import named_tensors, trace
+from zbfx.trace.tracer import trace
 
 Known = dict[str, Any]  # traces by what decides them
 

@@ -13,7 +13,7 @@ from zbfx._torch import own_parameters, persistent_buffers
 from zbfx.compiled import Compiled
 from zbfx.program.messages import buffer_holders, parameter_holders
 from zbfx.trace.guard import Source
-from zbfx.trace.tracer import canonical_names
+from zbfx.trace.tensor_names import canonical_names
 
 
 @dataclass(frozen=True)

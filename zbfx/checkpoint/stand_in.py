@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zbfx.trace.guard import Source
 from zbfx.trace.left_behind import without_look_outs
-from zbfx.trace.tracer import named_tensors
+from zbfx.trace.tensor_names import named_tensors
 
 
 def without_memory(source: Source, but: Collection[str] = ()) -> tuple[nn.Module, Any]:

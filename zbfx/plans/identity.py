@@ -41,7 +41,7 @@ from zbfx._transformers import UNREAD
 from zbfx.spelled import ADDRESS, spelled
 from zbfx.trace.first_forward import OF_MODULES
 from zbfx.trace.guard import mode, named_modules
-from zbfx.trace.tracer import canonical_names, named_tensors
+from zbfx.trace.tensor_names import canonical_names, named_tensors
 from zbfx.user_pass import source_of
 
 KNOWN_BY_VERSION = {*sys.stdlib_module_names, "torch", "zbfx"}  # plans name the versions of Python, torch and zbfx

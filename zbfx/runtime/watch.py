@@ -24,7 +24,7 @@ from zbfx.trace.guard import (
     plain_attributes,
     same_objects,
 )
-from zbfx.trace.tracer import canonical_names, named_tensors, plain_tensors
+from zbfx.trace.tensor_names import canonical_names, named_tensors, plain_tensors
 
 
 class Watch:

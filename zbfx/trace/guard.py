@@ -22,8 +22,7 @@ from zbfx._torch import hook_tables, own_buffers
 from zbfx.errors import InputError, listed
 from zbfx.modes import Modes
 from zbfx.trace.first_forward import OF_MODULES
-from zbfx.trace.objective import LOSS_PREFIX
-from zbfx.trace.tracer import canonical_names, named_tensors
+from zbfx.trace.tensor_names import LOSS_PREFIX, canonical_names, named_tensors
 
 NUMBERS = (bool, int, float, complex, str, torch.dtype, numpy.generic)
 PLAIN = (*NUMBERS, FunctionType, BuiltinFunctionType)

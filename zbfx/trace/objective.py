@@ -4,36 +4,31 @@ wanted."""
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
 from zbfx import _torch
 from zbfx._transformers import masks_as_in_eager
 from zbfx.errors import TraceError
 from zbfx.graphs import LOSS, Port, Returned, Role
 from zbfx.metrics import Metric, MetricKind, MetricReduction, metrics_of
-from zbfx.trace.backward_code import BackwardCode, Hook
+from zbfx.trace.backward_code import BackwardCode
 from zbfx.trace.first_forward import FirstForward
 from zbfx.trace.known_values import KnownValues
-from zbfx.trace.refusals import LIBRARY_FOLDERS, OWN_FOLDER, refuse_subclass
+from zbfx.trace.loss_returned import checked_loss, checked_losses, model_loss, with_metrics
 from zbfx.trace.signature import Signature
 from zbfx.trace.stamped import STAND_IN
+from zbfx.trace.tensor_names import LOSS_PREFIX, MODEL_PREFIX
 from zbfx.trace.tensor_parallel import place_gradients
+from zbfx.trace.user_lines import UserLines
 from zbfx.trace.wanted import TRAINING, Wanted, returned_of
 
-MODEL_PREFIX, LOSS_PREFIX = "model.", "loss_fn."
 Named = Mapping[str, Tensor]
-READS_NODE = inspect.getattr_static(Tensor, "grad_fn").__get__  # as modes see that a tensor's node is asked for
 
 
 @dataclass(frozen=True)
@@ -271,71 +266,9 @@ def write_replaced(name: str, before: Tensor, after: Tensor | None) -> None:
         before.copy_(after.detach())
 
 
-def model_loss(output: Any) -> Any:
-    """The loss in the output of a model that computes it: the output itself, its `.loss`, or its first entry. Raises
-    `TraceError` for a loss and a count, of which only `loss_fn` says what they are."""
-    if isinstance(output, dict):
-        return output.get("loss")
-    if isinstance(output, tuple) and output:
-        if len(output) == 2 and is_count(output[1]):
-            raise TraceError(
-                f"the model returns two numbers, the second of {output[1].dtype}: a loss and a count for information, "
-                f"or a sum and its count? Pass loss_fn=lambda output: output[0] for the first, "
-                f"loss_fn=lambda output: output for (sum, count)"
-            )
-        return output[0]
-    return getattr(output, "loss", output)
-
-
-def is_count(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1 and not value.is_floating_point() and not value.is_complex()
-
-
 def detached(value: Tensor | None) -> Tensor:
     assert value is not None, "a count, where a metric has one"
     return value.detach()
-
-
-def with_metrics(returned: Any) -> tuple[Any, Mapping[str, Any]]:
-    """The loss and the metrics of what a loss function returns: a loss, or (loss, metrics)."""
-    if isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[1], Mapping):
-        return returned[0], returned[1]
-    return returned, {}
-
-
-def checked_losses(loss: Any) -> tuple[Tensor, Tensor | None]:
-    """The loss, and its count if there is one; rows of both for several (sum, count)."""
-    if not isinstance(loss, tuple | list):
-        return checked_loss(loss, "loss_fn"), None
-    if loss and all(isinstance(entry, tuple | list) for entry in loss):
-        sums = [checked_loss(entry[0] if entry else entry, "loss_fn") for entry in loss]
-        dtype = functools.reduce(torch.promote_types, (entry.dtype for entry in sums))
-        counts = [checked_count(entry).double() for entry in loss]
-        return torch.stack([entry.to(dtype) for entry in sums]), torch.stack(counts)
-    return checked_loss(loss[0] if loss else loss, "loss_fn"), checked_count(loss)
-
-
-def checked_loss(loss: Any, source: str) -> Tensor:
-    """The loss as a scalar. Raises `TraceError` if `source` returned anything that cannot be differentiated."""
-    refuse_subclass(f"the loss that {source} returns", loss)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise TraceError(
-            f"{source} must return a scalar loss; found {found}. "
-            f"Pass loss_fn=(outputs, *targets) -> scalar, or let the model return its loss (as `.loss`, or first)"
-        )
-    if loss.is_complex():
-        raise TraceError(
-            f"{source} must return a real loss, as backward asks for; found {loss.dtype}. Return its .real, its .abs() "
-            f"or another real number made of it"
-        )
-    if not loss.requires_grad:
-        raise TraceError(
-            f"the loss that {source} returns does not require grad: no trainable parameter reaches it. "
-            f"Check requires_grad of the parameters, and that nothing detaches the loss or runs under torch.no_grad(). "
-            f"A loss that computes its own gradient returns it from the backward of a torch.autograd.Function"
-        )
-    return loss.reshape(()) if loss.ndim else loss
 
 
 def nodes_of_backward(loss: Tensor) -> list[Any]:
@@ -352,85 +285,3 @@ def nodes_of_backward(loss: Tensor) -> list[Any]:
 def is_function(node: Any) -> bool:
     """Whether a node of autograd is a custom Function, and not one that stands for a layer."""
     return isinstance(node, torch.autograd.function.BackwardCFunction) and not isinstance(node, STAND_IN)
-
-
-def checked_count(loss: Sequence[Any]) -> Tensor:
-    """The count of a (sum, count) loss as a scalar. Raises `TraceError` for any other tuple."""
-    if len(loss) != 2 or not isinstance(loss[1], Tensor) or loss[1].numel() != 1:
-        raise TraceError(
-            f"loss_fn returns a scalar, or (sum, count) of two scalar tensors; found {len(loss)} entries, "
-            f"the second {type(loss[1]).__name__ if len(loss) > 1 else 'missing'}. "
-            f"Count on tensors: (targets != -100).sum(). Metrics come beside the loss, as in (loss, {{'name': value}})"
-        )
-    if loss[1].is_complex():
-        raise TraceError(f"loss_fn returns (sum, count) of two real scalar tensors; found a count of {loss[1].dtype}")
-    return loss[1].detach().reshape(())
-
-
-class UserLines(TorchFunctionMode):
-    """Writes the user's line and the submodule at work into every node that is traced: `model.py:12 in blocks.0`."""
-
-    def __init__(self, model: nn.Module, watched: Callable[[Hook], Hook]) -> None:
-        """`watched` gives what to register in place of a hook on the gradient of a tensor."""
-        super().__init__()
-        self.modules, self.watched = [""], watched
-        self.looks_at_autograd = False  # whether the model asks for nodes of autograd, which it may put hooks on
-        for name, module in model.named_modules():
-            module.register_forward_pre_hook(lambda _module, _args, name=name: self.modules.append(name))
-            module.register_forward_hook(self.leave, always_call=True)
-
-    def leave(self, *_: Any) -> None:
-        self.modules.pop()
-
-    @contextlib.contextmanager
-    def within(self, name: str) -> Iterator[None]:
-        """Meanwhile, a submodule of this name is at work."""
-        self.modules.append(name)
-        try:
-            yield
-        finally:
-            self.modules.pop()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame: FrameType | None = sys._getframe(1)
-        is_ours = frame is not None and frame.f_code.co_filename.startswith(OWN_FOLDER)
-        while frame is not None and frame.f_code.co_filename.startswith(LIBRARY_FOLDERS):
-            frame = frame.f_back
-        if frame is not None:
-            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            fx.traceback.set_stack_trace([f"{line} in {self.modules[-1]}" if self.modules[-1] else line])
-            if writes(func, args):
-                raise TraceError(
-                    f"the model writes in place ({func.__name__}) into a tensor of shape {tuple(args[0].shape)} that "
-                    f"it holds outside its parameters and buffers, at {line}: the write would be lost. Make it a "
-                    f"buffer (register_buffer), or write into a copy"
-                )
-            if func is Tensor.backward:
-                raise TraceError(
-                    f"the model or its loss runs a backward of its own (Tensor.backward) at {line}: its gradients "
-                    f"would be lost. Return the loss, or give its gradient in the backward of a torch.autograd.Function"
-                )
-            self.looks_at_autograd |= func == READS_NODE and not is_ours
-            if func is Tensor.register_hook:
-                args = (args[0], self.watched(args[1]))
-            if any(isinstance(value, torch.Generator) for value in (*args, *(kwargs or {}).values())):
-                raise TraceError(
-                    f"the model draws random numbers from a torch.Generator ({func.__name__}) at {line}: one graph "
-                    f"cannot hold its state. Leave out generator=; a pipeline draws from (seed, step, microbatch, "
-                    f"place in the model), with the seed of run_local or bind. Numbers that are to be the same in "
-                    f"every forward are drawn in __init__ (register_buffer)"
-                )
-        # The fused LSTM of oneDNN keeps what its backward needs only where autograd sees it run.
-        fused = func is torch.lstm
-        with _torch.without_mkldnn() if fused else contextlib.nullcontext():
-            return func(*args, **(kwargs or {}))
-
-
-def writes(func: Any, args: Any) -> bool:
-    """Whether a torch function (`add_`, `__iadd__`, `__setitem__`) changes its first argument, and the tracer does not
-    know that tensor. torch.func calls `requires_grad_` on the wrappers of tensors, which changes no tensor."""
-    name = str(getattr(func, "__name__", ""))
-    if not ((name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"):
-        return False
-    inner = _torch.unwrapped(args[0])
-    return type(inner) is Tensor and (inner is args[0] or func is not Tensor.requires_grad_)
