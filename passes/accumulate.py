@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from zbfx._torch import aten
+from zbfx._torch.operators import aten
 from zbfx.graphs import copy_graph
 from zbfx.passes.nodes import is_widening
 from zbfx.passes.operators import ADD_PRODUCT, widens_in_products

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zbfx import _torch
-from zbfx._torch import GRADIENT_ADDITION_MARK, aten
+from zbfx._torch.operators import ATTENTION, ATTENTION_BACKWARD, CPU_ATTENTION, NORMS, aten, is_collective
+from zbfx._torch.tracing import GRADIENT_ADDITION_MARK
 from zbfx.errors import TraceError
 from zbfx.graphs import Joint, Port, Role, copy_graph
 from zbfx.passes.nodes import drop_dead_nodes, expression, is_view, is_widening, storage_owner, value_bytes
@@ -46,8 +46,8 @@ READ_AS_DENSE = {
     aten.as_strided_scatter.default: (0,),
     aten.view_as_complex.default: (0,),
     aten.view.dtype: (0,),
-    **dict.fromkeys(_torch.ATTENTION, (0, 1, 2)),
-    **dict.fromkeys(_torch.ATTENTION_BACKWARD, (0, 1, 2, 3)),
+    **dict.fromkeys(ATTENTION, (0, 1, 2)),
+    **dict.fromkeys(ATTENTION_BACKWARD, (0, 1, 2, 3)),
 }
 
 # Ops whose results are contiguous, whatever the strides of what they read.
@@ -92,7 +92,7 @@ def canonicalize(joint: Joint) -> Joint:
 
 
 def refuse_collective(node: fx.Node) -> None:
-    if _torch.is_collective(node.target):
+    if is_collective(node.target):
         raise TraceError(
             f"the model runs a collective, {node.target} (node {node.name}), at "
             f"{node.meta.get('stack_trace') or 'an unknown line'}: a stage runs on one rank, and the other ranks would "
@@ -304,10 +304,10 @@ def correct_statistics(graph: fx.Graph) -> None:
     """Let statistics have the dtypes that CPU kernels give them: those of norms over half precision that of float32
     parameters (fake versions of torch 2.11 to 2.13 say that of the input), those of attention over float64 its own
     (fake versions of torch 2.11 say float32)."""
-    for node in graph.find_nodes(op="call_function", target=_torch.CPU_ATTENTION):
+    for node in graph.find_nodes(op="call_function", target=CPU_ATTENTION):
         attended, statistic, *others = node.meta["val"]
         give_value(node, (attended, statistic.to(torch.promote_types(attended.dtype, torch.float32)), *others))
-    for target in _torch.NORMS:
+    for target in NORMS:
         for node in graph.find_nodes(op="call_function", target=target):
             dtypes = [source.meta["val"].dtype for source in node.all_input_nodes]
             if node.meta["val"][0].device.type != "cpu" or torch.float32 not in dtypes:

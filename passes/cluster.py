@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from zbfx._torch import graph_module
+from zbfx._torch.compiling import graph_module
 from zbfx.graphs import Phase, copy_node
 from zbfx.passes.nodes import is_view
 

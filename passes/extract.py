@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from zbfx import _torch
-from zbfx._torch import aten, graph_module
+from zbfx._torch.compiling import graph_module
+from zbfx._torch.operators import CAST, aten
 from zbfx.graphs import LAST, Phase, Port, Role, Split, Stage, copy_node
 from zbfx.passes.accumulate import accumulate_in_products
 from zbfx.passes.nodes import expression, is_random, is_view, storage_owner, value_bytes
@@ -225,7 +225,7 @@ def in_range_of(accumulator: fx.Node, term: fx.Node) -> fx.Node:
     dtype, own = accumulator.meta["val"].dtype, term.meta["val"].dtype
     if torch.promote_types(dtype, own) is dtype:
         return term
-    cast = term.graph.call_function(_torch.CAST, (term,), {"dtype": dtype})
+    cast = term.graph.call_function(CAST, (term,), {"dtype": dtype})
     cast.meta = {**term.meta, "val": term.meta["val"].to(dtype)}
     return cast
 

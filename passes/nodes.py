@@ -11,8 +11,22 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from zbfx import _torch
-from zbfx._torch import aten
+from zbfx._torch.operators import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    CAST,
+    CPU_ATTENTION,
+    CPU_ATTENTION_BACKWARD,
+    CUDNN_ATTENTION,
+    CUDNN_ATTENTION_BACKWARD,
+    FLASH_ATTENTION,
+    FLASH_ATTENTION_BACKWARD,
+    NORMS,
+    UNDECLARED_VIEWS,
+    aten,
+    is_function_of_arguments,
+    schema_of,
+)
 from zbfx.passes.operators import ADD_PRODUCT
 
 
@@ -25,16 +39,16 @@ class CountedAs:
 
 
 COUNTED_AS: Mapping[Any, CountedAs] = {
-    _torch.CPU_ATTENTION: CountedAs(_torch.FLASH_ATTENTION, 3),
-    _torch.CPU_ATTENTION_BACKWARD: CountedAs(_torch.FLASH_ATTENTION_BACKWARD, 4),
+    CPU_ATTENTION: CountedAs(FLASH_ATTENTION, 3),
+    CPU_ATTENTION_BACKWARD: CountedAs(FLASH_ATTENTION_BACKWARD, 4),
     aten.addmm_.default: CountedAs(aten.addmm),
     ADD_PRODUCT: CountedAs(aten.addmm),
 }
 
 # Attention, with the position of its queries; keys and values follow. Each of their heads may serve several of queries.
 QUERIES_AT: Mapping[Any, int] = {
-    **dict.fromkeys((*_torch.ATTENTION, _torch.CUDNN_ATTENTION), 0),
-    **dict.fromkeys((*_torch.ATTENTION_BACKWARD, _torch.CUDNN_ATTENTION_BACKWARD), 1),
+    **dict.fromkeys((*ATTENTION, CUDNN_ATTENTION), 0),
+    **dict.fromkeys((*ATTENTION_BACKWARD, CUDNN_ATTENTION_BACKWARD), 1),
 }
 
 
@@ -43,25 +57,25 @@ def is_statistic(node: fx.Node) -> bool:
     if node.target is not operator.getitem:
         return False
     source, index = node.args
-    return isinstance(source, fx.Node) and source.target in _torch.NORMS and index in (1, 2)
+    return isinstance(source, fx.Node) and source.target in NORMS and index in (1, 2)
 
 
 def is_view(node: fx.Node) -> bool:
     """Whether the node's value shares the storage of its first input."""
     if node.op != "call_function" or not (node.args and isinstance(node.args[0], fx.Node)):
         return False  # an op on a plain number, like the conjugate of 1j, makes a tensor of its own
-    if node.target in _torch.UNDECLARED_VIEWS:
+    if node.target in UNDECLARED_VIEWS:
         return True
     if node.target is operator.getitem:
         return is_view(node.args[0])
-    schema = _torch.schema_of(node.target)
+    schema = schema_of(node.target)
     alias = schema.arguments[0].alias_info if schema is not None and schema.arguments else None
     return alias is not None and not alias.is_write
 
 
 def is_widening(node: fx.Node) -> bool:
     """Whether a node casts floating-point numbers to a dtype that holds all of them, and does nothing else."""
-    if node.target is not _torch.CAST:
+    if node.target is not CAST:
         return False
     before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
     floats = before.is_floating_point() and after.is_floating_point() and before.device == after.device
@@ -75,7 +89,7 @@ def is_random(node: fx.Node) -> bool:
 def is_repeatable(node: fx.Node) -> bool:
     """Whether the node computes the same from the same inputs whenever it runs. Operators of other libraries may draw
     random numbers, or read a state of theirs, without saying so."""
-    return _torch.is_function_of_arguments(node.target) and not is_random(node)
+    return is_function_of_arguments(node.target) and not is_random(node)
 
 
 def drop_dead_nodes(graph: fx.Graph) -> None:
@@ -87,7 +101,7 @@ def draws(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
     """Whether an operator draws random numbers when it is called with these arguments."""
     if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
         return False
-    schema = _torch.schema_of(operator)
+    schema = schema_of(operator)
     assert schema is not None, "operators have tags"
     dropout = [position for position, argument in enumerate(schema.arguments) if argument.name == "dropout_p"]
     if not dropout:

@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from zbfx import _torch
-from zbfx._torch import aten
+from zbfx._torch.operators import CAST, LOG_SOFTMAX, aten
 from zbfx.graphs import Joint, copy_graph
 
 
 def open_softmax(joint: Joint) -> Joint:
     """A copy of the joint graph without `_log_softmax`."""
     graph = copy_graph(joint.graph)
-    for node in graph.find_nodes(op="call_function", target=_torch.LOG_SOFTMAX):
+    for node in graph.find_nodes(op="call_function", target=LOG_SOFTMAX):
         logits, dim, _ = node.args
         dtype = node.meta["val"].dtype
         computed = torch.promote_types(dtype, torch.float32)  # half precision cannot hold the sum
@@ -37,11 +36,11 @@ def open_softmax(joint: Joint) -> Joint:
             return made
 
         if logits.meta["val"].dtype is not computed:
-            logits = call(_torch.CAST, logits, dtype=computed)
+            logits = call(CAST, logits, dtype=computed)
         shifted = call(aten.sub.Tensor, logits, call(aten.amax.default, logits, [dim], True))
         total = call(aten.sum.dim_IntList, call(aten.exp.default, shifted), [dim], True)
         found = call(aten.sub.Tensor, shifted, call(aten.log.default, total))
-        node.replace_all_uses_with(found if dtype is computed else call(_torch.CAST, found, dtype=dtype))
+        node.replace_all_uses_with(found if dtype is computed else call(CAST, found, dtype=dtype))
         graph.erase_node(node)
     graph.lint()
     return replace(joint, graph=graph)

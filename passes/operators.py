@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zbfx import _torch
+from zbfx._torch.operators import ASSERT_WITH_MESSAGE
 
 LIBRARY = torch.library.Library("zbfx", "FRAGMENT")
 LIBRARY.define("addmm_(Tensor(a!) gradient, Tensor left, Tensor right) -> ()")
@@ -56,7 +56,7 @@ def add_rows(gradient: Tensor, rows: Tensor, indices: Tensor, padding_index: int
 
 @torch.library.impl(LIBRARY, "check", "CompositeExplicitAutograd")
 def assert_true(condition: Tensor, message: str = "a check failed") -> None:
-    _torch.ASSERT_WITH_MESSAGE(condition, message)
+    ASSERT_WITH_MESSAGE(condition, message)
 
 
 def widens_in_products(gradient: Tensor, left: Tensor) -> bool:

@@ -21,7 +21,7 @@ from itertools import pairwise
 import numpy
 from torch import fx
 
-from zbfx._torch import aten
+from zbfx._torch.operators import aten
 from zbfx.errors import ZbfxError, listed
 from zbfx.graphs import Joint, Line, Placed, Port, Role, copy_graph
 from zbfx.passes.nodes import drop_dead_nodes, storage_owner, value_bytes

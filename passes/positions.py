@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from zbfx import _torch
+from zbfx._torch.operators import CAST
 from zbfx.errors import TraceError
 from zbfx.graphs import Joint, Line, Role
 from zbfx.passes.canonicalize import is_gradient_addition
@@ -98,7 +98,7 @@ def without_position(joint: Joint, gradients: set[fx.Node]) -> set[fx.Node]:
         if node in updates or IS_PLACED in node.meta or not node.users or not kinds.keys() >= set(sources):
             continue
         kind = set[Role]().union(*(kinds[source] for source in sources))
-        if kind <= {Role.INPUT} or (kind == {Role.PARAMETER} and (is_view(node) or node.target is _torch.CAST)):
+        if kind <= {Role.INPUT} or (kind == {Role.PARAMETER} and (is_view(node) or node.target is CAST)):
             kinds[node] = kind
             floating.add(node)
     return floating

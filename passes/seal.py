@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from torch import fx
 
-from zbfx import _torch
-from zbfx._torch import aten
+from zbfx._torch.operators import ASSERT, ASSERT_WITH_MESSAGE, aten
 from zbfx.graphs import copy_graph
 from zbfx.passes.nodes import is_widening
 from zbfx.passes.operators import ADD_PRODUCT, ADD_ROWS, CHECK
 
-OURS = {aten.addmm_.default: ADD_PRODUCT, _torch.ASSERT: CHECK, _torch.ASSERT_WITH_MESSAGE: CHECK}
+OURS = {aten.addmm_.default: ADD_PRODUCT, ASSERT: CHECK, ASSERT_WITH_MESSAGE: CHECK}
 
 
 def sealed(graph: fx.Graph) -> fx.Graph:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from zbfx._torch import graph_module
+from zbfx._torch.compiling import graph_module
 from zbfx.graphs import Joint, Stage, copy_graph
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)

@@ -23,7 +23,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "passes/partition.py": ("value.op == 'placeholder'", "IS_PLACED in user.meta"),
         "passes/positions.py": ("node.op == 'call_function'", "node.op != 'call_function'", "IS_PLACED in node.meta"),
         "passes/prologue.py": ("node.op == 'call_function'", "node.op != 'call_function'", "IS_PLACED in node.meta"),
-        "zbfx/_torch.py": ("node.meta.get('partitioner_tag') != 'is_forward'",),
+        "zbfx/_torch/tracing.py": ("node.meta.get('partitioner_tag') != 'is_forward'",),
         "zbfx/costs/estimate.py": ("node.op != 'call_function'", "'val' not in node.meta", "'val' in source.meta"),
         "zbfx/costs/made_up.py": ("'val' not in node.meta", "node.op == 'call_function'"),
         "zbfx/costs/measure.py": ("node.op == 'call_function'", "'val' in node.meta"),
@@ -58,11 +58,11 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/plans/operators.py": ("'str' in kind", "'Tensor' in kind"),
         "zbfx/trace/known_values.py": ("func.namespace not in OF_TORCH", "'Tensor' in kind"),
         "passes/nodes.py": ("argument.name == 'dropout_p'",),
-        "zbfx/_torch.py": (
+        "zbfx/_torch/operators.py": (
             "getattr(operator, 'namespace', None) in COLLECTIVE_NAMESPACES",
-            "description.attr == '_local_tensor'",
             "argument.name == 'group_name'",
         ),
+        "zbfx/_torch/tracing.py": ("description.attr == '_local_tensor'",),
         "zbfx/checkpoint/optimizers.py": ("key != 'params'",),
         "zbfx/optim/pending.py": ("key != 'params'",),
         "zbfx/trace/guard.py": ("name != 'training'",),
@@ -196,7 +196,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
     },
     "other programs: the words in which they answer": {
-        "zbfx/_torch.py": ("'a leaf Variable that requires grad' in str(error)",),
+        "zbfx/_torch/untraceable.py": ("'a leaf Variable that requires grad' in str(error)",),
         "zbfx/schedule/integer/solver.py": (
             "'HiGHS not found' in errors",
             "\"No module named 'mip'\" in errors",

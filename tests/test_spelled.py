@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import fx
 
-from zbfx import _torch
+from zbfx._torch.operators import waited
 from zbfx.plan import Kind
 from zbfx.runtime.digest import lines
 from zbfx.spelled import spelled
@@ -31,7 +31,7 @@ class Record:
 
 
 VALUES: dict[str, tuple[Any, Any, Any]] = {  # made twice, with whatever processes differ in; and another one
-    "functions": (lambda: _torch.waited, lambda: _torch.waited, lambda: operator.add),
+    "functions": (lambda: waited, lambda: waited, lambda: operator.add),
     "partials": (lambda: partial(print, 1), lambda: partial(print, 1), lambda: partial(print, 2)),
     "operators": (lambda: torch.ops.aten.add.Tensor, lambda: torch.ops.aten.add.Tensor, lambda: torch.ops.aten.add.out),
     "instances": (Plain, Plain, lambda: Kind.F),
@@ -73,7 +73,7 @@ def test_lines_leave_out_the_groups_of_collectives_alone(waits: bool) -> None:
     def told(size: int, group: str, **named: Any) -> list[str]:
         graph, gather = fx.Graph(), torch.ops._c10d_functional.all_gather_into_tensor.default
         args: Any = (graph.placeholder("x"), size, *([] if named else [group]))
-        graph.call_function(_torch.waited if waits else gather, (gather, *args) if waits else args, named)
+        graph.call_function(waited if waits else gather, (gather, *args) if waits else args, named)
         return list(lines(graph))
 
     assert told(2, "13") == told(2, "0xab")

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from zbfx import rng
-from zbfx._torch import graph_module, recomputing_within, set_gradient_dtype
+from zbfx._torch.compiling import graph_module
+from zbfx._torch.tensors import set_gradient_dtype
+from zbfx._torch.tracing import recomputing_within
 from zbfx.compiled import Compiled
 from zbfx.graphs import Joint, Role, copy_graph
 from zbfx.passes.canonicalize import allow_any_strides

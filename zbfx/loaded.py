@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zbfx._torch import uncompiled
+from zbfx._torch.compiling import uncompiled
 from zbfx.comm.together import telling
 from zbfx.modes import Modes, uncollected
 from zbfx.options import checked_device, checked_model

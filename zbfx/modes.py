@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zbfx import _torch
+from zbfx._torch import switches
 from zbfx.errors import ZbfxError
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
@@ -33,8 +33,8 @@ SWITCHES = (  # dtypes and kernels of a graph's operators depend on them
         torch.get_deterministic_debug_mode,
         lambda level: torch.use_deterministic_algorithms(level > 0, warn_only=level == 1),
     ),
-    Switch(_torch.float32_precisions, _torch.set_float32_precisions),
-    Switch(_torch.kernel_choices, _torch.set_kernel_choices),
+    Switch(switches.float32_precisions, switches.set_float32_precisions),
+    Switch(switches.kernel_choices, switches.set_kernel_choices),
 )
 
 
@@ -56,14 +56,14 @@ class Modes:
             tuple(switch.read() for switch in SWITCHES),
             tuple((device, torch.get_autocast_dtype(device)) for device in on),
             torch.is_autocast_cache_enabled(),
-            _torch.function_modes(),
+            switches.function_modes(),
         )
 
     @contextmanager
     def fixed(self) -> Iterator[None]:
         """The state in which graphs are made, measured, compiled and run: these switches, and no mode. Graphs hold
         their casts and gradients. Raises `ZbfxError` inside a transform of torch.func, whose tensors no graph takes."""
-        if _torch.is_transforming():
+        if switches.is_transforming():
             raise ZbfxError(
                 "zbfx was called inside a transform of torch.func (vmap, grad, functional_call under one of them): a "
                 "pipeline runs on plain tensors and makes its own gradients. Call it outside; use such transforms in "
@@ -74,7 +74,7 @@ class Modes:
             stack.enter_context(torch.no_grad())
             for device, _ in Modes.now().autocasts:
                 stack.enter_context(torch.autocast(device, enabled=False))
-            stack.enter_context(_torch.with_function_modes(()))
+            stack.enter_context(switches.with_function_modes(()))
             stack.enter_context(switched(self.switches))
             yield
 
@@ -84,7 +84,7 @@ class Modes:
         with ExitStack() as stack:
             for device, dtype in self.autocasts:
                 stack.enter_context(torch.autocast(device, dtype, cache_enabled=self.keeps_casts))
-            stack.enter_context(_torch.with_function_modes(self.function_modes))
+            stack.enter_context(switches.with_function_modes(self.function_modes))
             yield
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zbfx._torch import is_optimized
+from zbfx._torch.modules import is_optimized
 from zbfx.arguments import finite_number, kind_of, true_or_false, whole_number
 from zbfx.errors import ZbfxError, listed
 from zbfx.passes.recompute import LEVELS, Level

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbfx._torch import uncompiled
+from zbfx._torch.compiling import uncompiled
 from zbfx.arguments import compared, whole_number
 from zbfx.between import canonical
 from zbfx.checkpoint.stored import kind_of_weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zbfx import rng
-from zbfx._torch import TorchDispatchMode
+from zbfx._torch.switches import TorchDispatchMode
 from zbfx.graphs import Joint
 from zbfx.passes.canonicalize import canonicalize
 from zbfx.passes.nodes import draws, is_random

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbfx import _torch
+from zbfx._torch.operators import ATTENTION, schema_of
 
 MASK_64 = (1 << 64) - 1
 ONE_DRAWS = threading.RLock()  # the global generators are those of all threads, some of which run other replicas
@@ -53,11 +53,11 @@ def row_by_row(op: Any, *args: Any, **kwargs: Any) -> Any:
     value's strides depend on where a model is cut: a message fills its memory, and fake versions of some ops tell other
     strides than their kernels have. Results have the strides that the op gives them."""
     given = [argument for argument in args if isinstance(argument, Tensor)]
-    draws_by_index = op in _torch.ATTENTION or kwargs.get("memory_format") not in (None, torch.preserve_format)
+    draws_by_index = op in ATTENTION or kwargs.get("memory_format") not in (None, torch.preserve_format)
     if draws_by_index or all(argument.is_contiguous() for argument in given):
         return op(*args, **kwargs)
     found = op(*(a.contiguous() if isinstance(a, Tensor) else a for a in args), **kwargs)
-    schema = _torch.schema_of(op)
+    schema = schema_of(op)
     if schema is not None and schema.is_mutable:
         return args[0].copy_(found)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 import zbfx
-from zbfx._torch import CAST
+from zbfx._torch.operators import CAST
 from zbfx.graphs import Phase, Role
 from zbfx.passes.nodes import is_view, storage_owner, value_bytes
 from zbfx.plan import Kind

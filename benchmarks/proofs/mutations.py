@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import zbfx
-from zbfx._torch import graph_module
+from zbfx._torch.compiling import graph_module
 from zbfx.checked_runs import Data, Values, emitted_results, random_data
 from zbfx.compiled import Compiled
 from zbfx.errors import BrokenGraph

@@ -17,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zbfx import PipelineFault, _torch
+from zbfx import PipelineFault
+from zbfx._torch.compiling import inductor
 from zbfx.comm import channels
 from zbfx.comm.channels import Channels
 from zbfx.comm.faults import Uncaught, is_gone, known_fault
@@ -173,5 +174,5 @@ def test_compiled_kernels_do_not_hold_the_lock_as_they_are_launched(monkeypatch:
         return lambda box: box
 
     monkeypatch.setattr(module, "compile_fx", compile_fx)
-    _torch.inductor(torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph()), [])
+    inductor(torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph()), [])
     assert used == [(False, False)]

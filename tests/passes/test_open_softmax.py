@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 
 from tests.support.models import Problem
 from tests.support.reference import compiled, traced
-from zbfx._torch import LOG_SOFTMAX
+from zbfx._torch.operators import LOG_SOFTMAX
 from zbfx.graphs import Joint, Port, Role
 from zbfx.passes.open_softmax import open_softmax
 from zbfx.passes.recompute import Level

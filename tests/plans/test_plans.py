@@ -24,7 +24,7 @@ import zbfx
 from tests.support.models import Maker, Problem, gpt, mean_squares, mixed, mlp, numbers, squares
 from tests.support.reference import compiled, gradients
 from tests.support.user_passes import sine_for_tanh
-from zbfx._torch import capture_joint
+from zbfx._torch.tracing import capture_joint
 from zbfx.compiled import Compiled
 from zbfx.errors import ZbfxError
 from zbfx.graphs import Phase, Stage
@@ -101,7 +101,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
         return call
 
-    monkeypatch.setattr("zbfx._torch.capture_joint", counting("traces", capture_joint))
+    monkeypatch.setattr("zbfx._torch.tracing.capture_joint", counting("traces", capture_joint))
     for module in ("candidate", "variants"):
         monkeypatch.setattr(f"zbfx.{module}.plan", counting("plans", zbfx.schedule.plan))
     return found

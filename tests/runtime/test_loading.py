@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 import zbfx
 from tests.support.live_bytes import LiveBytes, measured_peaks
-from zbfx._torch import inductor
+from zbfx._torch.compiling import inductor
 from zbfx.plan import Kind
 from zbfx.program.calls import PhaseCall
 from zbfx.runtime.engine import take_turns

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from zbfx._torch import GRADIENT_ADDITION_MARK
+from zbfx._torch.tracing import GRADIENT_ADDITION_MARK
 from zbfx.graphs import Joint
 from zbfx.trace.tracer import trace
 

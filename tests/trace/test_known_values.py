@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zbfx
 from tests.support.models import squares
-from zbfx._torch import ATTENTION
+from zbfx._torch.operators import ATTENTION
 from zbfx.plan import Kind
 
 Branch = Callable[[Tensor], bool]

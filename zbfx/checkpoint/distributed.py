@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from zbfx._torch import CHECKPOINT_RECORDS
+from zbfx._torch.distributed import CHECKPOINT_RECORDS
 from zbfx.checkpoint.parts import PartLoader
 from zbfx.errors import ZbfxError, first_line
 

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from zbfx import _transformers, rng
-from zbfx._torch import TorchDispatchMode, own_initializers, schema_of, storage_of
+from zbfx._torch.modules import own_initializers
+from zbfx._torch.operators import schema_of
+from zbfx._torch.switches import TorchDispatchMode
+from zbfx._torch.tensors import storage_of
 from zbfx.checkpoint.adapters import as_adapted, initialize_adapters
 from zbfx.checkpoint.hugging_face import as_pretrained
 from zbfx.checkpoint.stand_in import named_in, without_memory

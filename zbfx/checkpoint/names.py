@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from zbfx._torch import own_parameters, persistent_buffers
+from zbfx._torch.modules import own_parameters, persistent_buffers
 from zbfx.compiled import Compiled
 from zbfx.program.messages import buffer_holders, parameter_holders
 from zbfx.trace.guard import Source

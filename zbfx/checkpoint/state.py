@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from zbfx._torch import pytree
+from zbfx._torch.tensors import pytree
 from zbfx.checkpoint.distributed import stored_tensors
 from zbfx.checkpoint.parts import Boxes
 from zbfx.errors import ZbfxError, first_line

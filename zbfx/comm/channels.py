@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbfx._torch import group_store, join_shards, sum_shards
+from zbfx._torch.distributed import group_store, join_shards, sum_shards
 from zbfx.comm import process_groups
 from zbfx.comm.copies import OTHER_STREAMS, CopyLine, Lines, Pair, drained, open_lines, room
 from zbfx.comm.faults import Uncaught, known_fault, process_here

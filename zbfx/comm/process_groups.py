@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from zbfx._torch import set_group_timeout
+from zbfx._torch.distributed import set_group_timeout
 from zbfx.comm.together import exchange
 
 NCCL_BLOCKS = 2  # thread blocks per communicator: enough to hide a message behind an action

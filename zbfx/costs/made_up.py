@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zbfx._torch import aten, graph_module
+from zbfx._torch.compiling import graph_module
+from zbfx._torch.operators import aten
 from zbfx.graphs import Phase, Stage, copy_graph
 from zbfx.rng import seeded
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from zbfx._torch import aten, same_storage, schema_of
+from zbfx._torch.operators import aten, schema_of
+from zbfx._torch.tensors import same_storage
 from zbfx.graphs import Phase, Stage
 from zbfx.passes.canonicalize import OVERSIZED
 from zbfx.passes.nodes import is_view, storage_bytes, tensors, value_bytes

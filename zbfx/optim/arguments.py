@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zbfx._torch import gradient_dtype
+from zbfx._torch.tensors import gradient_dtype
 from zbfx.arguments import kind_of
 from zbfx.errors import ZbfxError, listed
 from zbfx.optim.state import Trained

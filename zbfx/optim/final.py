@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from zbfx._torch import version_of
+from zbfx._torch.tensors import version_of
 from zbfx.arguments import kind_of
 from zbfx.errors import ZbfxError
 from zbfx.optim.state import Verdict

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbfx._torch import foreach_norm
+from zbfx._torch.tensors import foreach_norm
 from zbfx.arguments import positive_number, true_or_false
 from zbfx.compiled import Compiled
 from zbfx.program.messages import parameter_holders

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbfx._torch import foreach_copy
+from zbfx._torch.tensors import foreach_copy
 from zbfx.memory.predict import available_bytes
 
 MARGIN_BYTES = 1 << 28  # device memory that copies leave free

@@ -36,7 +36,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zbfx._torch import hook_tables, is_fake, original_of, own_buffers, own_parameters
+from zbfx._torch.fakes import is_fake
+from zbfx._torch.modules import hook_tables, original_of, own_buffers, own_parameters
 from zbfx._transformers import UNREAD
 from zbfx.spelled import ADDRESS, spelled
 from zbfx.trace.first_forward import OF_MODULES

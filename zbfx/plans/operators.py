@@ -18,24 +18,32 @@ from typing import Any
 
 import torch
 
-from zbfx import _torch
+from zbfx._torch.operators import (
+    ASSERT,
+    ASSERT_WITH_MESSAGE,
+    CHECKING_OPERATORS,
+    NAMESPACES,
+    UNCHECKED,
+    Operator,
+    schema_of,
+)
 from zbfx.errors import ZbfxError
 from zbfx.rng import seeded
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {"getitem": operator.getitem, "seeded": seeded}
 NAMES = {function: name for name, function in FUNCTIONS.items()}
-EFFECTS = {*_torch.CHECKING_OPERATORS, _torch.ASSERT, _torch.ASSERT_WITH_MESSAGE}
+EFFECTS = {*CHECKING_OPERATORS, ASSERT, ASSERT_WITH_MESSAGE}
 
 
 def name_of(target: Any, namespaces: Collection[str]) -> str:
     """The name of what a node calls; of an operator like `aten.add.Tensor`. `namespaces` are allowed beside torch's."""
-    if isinstance(target, _torch.Operator):
+    if isinstance(target, Operator):
         name = str(target)
         if found_at(name, namespaces) is target:
             return name
         raise ZbfxError(
             f"the graph calls {name}, which is not among the operators that plans on disk may call: those of "
-            f"{', '.join(_torch.NAMESPACES)} that give tensors. Name further libraries of operators in namespaces=, on "
+            f"{', '.join(NAMESPACES)} that give tensors. Name further libraries of operators in namespaces=, on "
             f"saving and on loading"
         )
     if callable(target) and target in NAMES:
@@ -60,20 +68,20 @@ def target_of(name: Any, namespaces: Collection[str]) -> Any:
 def found_at(name: str, namespaces: Collection[str]) -> Any:
     """The operator of this name, like `aten.add.Tensor`, if it is allowed."""
     namespace, *rest = name.split(".")
-    if len(rest) != 2 or namespace not in (*_torch.NAMESPACES, *namespaces) or not all(p.isidentifier() for p in rest):
+    if len(rest) != 2 or namespace not in (*NAMESPACES, *namespaces) or not all(p.isidentifier() for p in rest):
         return None
     packet = getattr(getattr(torch.ops, namespace), rest[0], None)
     found = getattr(packet, rest[1], None)
-    if not isinstance(found, _torch.Operator) or str(found) != name:
+    if not isinstance(found, Operator) or str(found) != name:
         return None
     return found if found in EFFECTS or namespace in namespaces or only_computes(found) else None
 
 
-def only_computes(found: _torch.Operator) -> bool:
-    schema = _torch.schema_of(found)
+def only_computes(found: Operator) -> bool:
+    schema = schema_of(found)
     assert schema is not None, "operators have schemas"
     taken, given = ([str(value.type) for value in values] for values in (schema.arguments, schema.returns))
-    if any(value.is_out for value in schema.arguments) or found.overloadpacket in _torch.UNCHECKED:
+    if any(value.is_out for value in schema.arguments) or found.overloadpacket in UNCHECKED:
         return False
     takes_text = any("str" in kind for kind in taken)
     return any("Tensor" in kind for kind in given) and (not takes_text or any("Tensor" in kind for kind in taken))

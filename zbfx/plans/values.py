@@ -24,8 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zbfx import _torch
-from zbfx._torch import graph_module, pytree
+from zbfx._torch.compiling import graph_module
+from zbfx._torch.fakes import FakeTensorMode, fake_strided, is_fake
+from zbfx._torch.operators import Operator
+from zbfx._torch.tensors import TreeSpec, pytree
 from zbfx.errors import ZbfxError
 from zbfx.passes.positions import IS_PLACED
 from zbfx.plan import Action, Kind
@@ -98,7 +100,7 @@ class RecordWriter:
 
     def tensor(self, value: Tensor) -> Any:
         layout = [str(value.dtype), list(value.shape), list(value.stride()), self.device_of(value.device)["device"]]
-        if _torch.is_fake(value):
+        if is_fake(value):
             return {"fake": [*layout, value.storage_offset()]}
         if type(value) is not Tensor or value.layout is not torch.strided or value.is_quantized:
             raise self.refusal(value)
@@ -131,8 +133,8 @@ WRITTEN: Mapping[Any, Callable[[RecordWriter, Any], Any]] = {
     fx.Node: lambda writer, value: {"node": writer.nodes[value]},
     fx.Graph: lambda writer, value: writer.graph(value),
     fx.GraphModule: lambda writer, value: {"module": [type(value).__name__, writer.graph(value.graph)]},
-    _torch.Operator: lambda writer, value: {"op": name_of(value, writer.namespaces)},
-    _torch.TreeSpec: lambda writer, value: {"structure": writer.inside("arguments", nested(value))},
+    Operator: lambda writer, value: {"op": name_of(value, writer.namespaces)},
+    TreeSpec: lambda writer, value: {"structure": writer.inside("arguments", nested(value))},
     Tensor: RecordWriter.tensor,
     torch.device: RecordWriter.device_of,
     ENUMERATED: lambda writer, value: {"torch": str(value)},
@@ -163,7 +165,7 @@ class RecordReader:
     namespaces: Collection[str]
     kinds: Mapping[str, type]
     tensors: Callable[[int, torch.dtype, tuple[int, ...], tuple[int, ...]], Tensor]
-    mode: Any = field(default_factory=_torch.FakeTensorMode)
+    mode: Any = field(default_factory=FakeTensorMode)
     nodes: list[fx.Node] = field(default_factory=list)
 
     def value(self, data: Any) -> Any:
@@ -202,7 +204,7 @@ class RecordReader:
 
     def fake(self, content: Any) -> Tensor:
         dtype, shape, stride, device, offset = self.layout(content)
-        return _torch.fake_strided(self.mode, shape, stride, offset, dtype, device)
+        return fake_strided(self.mode, shape, stride, offset, dtype, device)
 
     def meta(self, content: Any) -> Tensor:
         dtype, shape, stride, _, _ = self.layout([*content, 0])

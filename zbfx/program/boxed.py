@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
-from zbfx._torch import inductor
+from zbfx._torch.compiling import inductor
 from zbfx.graphs import Phase, copy_graph
 from zbfx.passes.seal import sealed
 from zbfx.progress import announce

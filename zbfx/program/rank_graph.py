@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from zbfx._torch import graph_module
+from zbfx._torch.compiling import graph_module
 from zbfx.graphs import add_node
 from zbfx.program import ops
 from zbfx.program.calls import Bound, GradientBucket, ParameterBucket, Summary

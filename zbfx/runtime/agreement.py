@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbfx._torch import gradient_dtype, has_gradient_hooks, set_gradient_dtype
+from zbfx._torch.tensors import gradient_dtype, has_gradient_hooks, set_gradient_dtype
 from zbfx.comm.channels import Channels
 from zbfx.comm.place import Place
 from zbfx.compiled import Compiled

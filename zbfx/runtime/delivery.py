@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbfx._torch import pytree
+from zbfx._torch.tensors import pytree
 from zbfx.arguments import true_or_false
 from zbfx.compiled import Compiled
 from zbfx.errors import InputError, ZbfxError

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import fx
 
-from zbfx import _torch
+from zbfx._torch.operators import group_arguments, waited
 from zbfx.compiled import Compiled
 from zbfx.spelled import spelled
 
@@ -36,8 +36,8 @@ def lines(graph: fx.Graph) -> Iterator[str]:
     own, which are left out."""
     inputs = {node: node.meta.get("val") for node in graph.find_nodes(op="placeholder")}
     for node in graph.nodes:
-        target, args = (node.args[0], node.args[1:]) if node.target is _torch.waited else (node.target, node.args)
-        own = _torch.group_arguments(target)
+        target, args = (node.args[0], node.args[1:]) if node.target is waited else (node.target, node.args)
+        own = group_arguments(target)
         told = [arg for index, arg in enumerate(args) if index not in own]
         named = {name: arg for name, arg in node.kwargs.items() if name not in own}
         yield f"{node.op} {node.name} {spelled(target)} {spelled(told)} {spelled(named)} {spelled(inputs.get(node))}"

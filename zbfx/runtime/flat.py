@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from zbfx._torch import set_gradient_dtype, version_of
+from zbfx._torch.tensors import set_gradient_dtype, version_of
 from zbfx.errors import InputError, listed
 from zbfx.program.reductions import Bucket
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbfx._torch import TorchDispatchMode, schema_of
+from zbfx._torch.operators import schema_of
+from zbfx._torch.switches import TorchDispatchMode
 from zbfx.costs.made_up import REFUSALS, has_checks, made_up, made_up_values, positive_values
 from zbfx.graphs import Phase, Role, Stage
 from zbfx.program import ops

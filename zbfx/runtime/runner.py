@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.profiler import record_function
 
-from zbfx._torch import gradient_dtype, profiler_records
+from zbfx._torch.switches import profiler_records
+from zbfx._torch.tensors import gradient_dtype
 from zbfx.errors import PipelineFault
 from zbfx.graphs import Joint, Phase, Port, Role, Stage
 from zbfx.plan import Action, Kind

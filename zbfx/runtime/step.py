@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zbfx import rng
-from zbfx._torch import uncompiled
+from zbfx._torch.compiling import uncompiled
 from zbfx.arguments import true_or_false
 from zbfx.comm.channels import Channels
 from zbfx.comm.overdue import say

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zbfx._torch import gradient_dtype, hook_tables, part_tables
+from zbfx._torch.modules import hook_tables, part_tables
+from zbfx._torch.tensors import gradient_dtype
 from zbfx.errors import InputError, listed
 from zbfx.runtime.agreement import refuse_gradient_hooks, refuse_gradients
 from zbfx.trace.guard import (

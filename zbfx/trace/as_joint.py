@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zbfx import _torch
-from zbfx._torch import descriptors
+from zbfx._torch import tracing
+from zbfx._torch.operators import CHECKING_OPERATORS, with_effects
+from zbfx._torch.tensors import gradient_dtype
+from zbfx._torch.tracing import descriptors
 from zbfx.errors import TraceError
 from zbfx.graphs import Joint, Port, Role, copy_graph
 from zbfx.trace.objective import Objective
@@ -24,9 +26,9 @@ def without_tokens(module: fx.GraphModule) -> fx.GraphModule:
     input and an output, through operators that do more than compute results. Those that only check values need no order
     among them, and become plain nodes of the stage that they belong to. Raises `TraceError` for any other."""
     graph, output = module.graph, module.graph.output_node()
-    for node in graph.find_nodes(op="call_function", target=_torch.with_effects):
+    for node in graph.find_nodes(op="call_function", target=with_effects):
         token, target, *args = node.args
-        if target not in _torch.CHECKING_OPERATORS:
+        if target not in CHECKING_OPERATORS:
             raise TraceError(
                 f"the model runs {target}, which acts beside its results (prints, calls an object), at "
                 f"{node.meta.get('stack_trace') or UNKNOWN_LINE}: a pipeline runs microbatches and stages in an order "
@@ -41,10 +43,10 @@ def without_tokens(module: fx.GraphModule) -> fx.GraphModule:
             graph.erase_node(entry)
         graph.erase_node(node)
     pairs = list(zip(output.args[0], output.meta["desc"], strict=True))  # type: ignore[arg-type]
-    kept = [pair for pair in pairs if not isinstance(pair[1], _torch.TOKENS)]
+    kept = [pair for pair in pairs if not isinstance(pair[1], tracing.TOKENS)]
     output.args, output.meta["desc"] = (tuple(value for value, _ in kept),), [found for _, found in kept]
     for node in graph.find_nodes(op="placeholder"):
-        if isinstance(node.meta["desc"], _torch.TOKENS):
+        if isinstance(node.meta["desc"], tracing.TOKENS):
             graph.erase_node(node)
     module.recompile()
     return module
@@ -93,7 +95,7 @@ def sum_dtypes(named: Mapping[str, Tensor], joint: Joint, wanted: torch.dtype | 
     for name in dict.fromkeys(port.name for port in joint.outputs if port.role is Role.GRADIENT):
         own = named[name].dtype
         follows = wanted is None or wanted is own or torch.promote_types(own, wanted) is not wanted
-        dtype = _torch.gradient_dtype(named[name]) if follows else wanted
+        dtype = gradient_dtype(named[name]) if follows else wanted
         if dtype is None or (dtype is not own and not (dtype.is_floating_point and own.is_floating_point)):
             raise TraceError(
                 f"the gradient of a parameter is summed in one floating-point dtype; found {name}.grad_dtype = {dtype} "

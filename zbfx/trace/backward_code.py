@@ -13,7 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zbfx import _torch
+from zbfx._torch import under_tracer
+from zbfx._torch.modules import backward_hook_tables
+from zbfx._torch.tensors import pytree
 from zbfx.errors import TraceError, listed
 
 Hook = Callable[..., Any]
@@ -32,7 +34,7 @@ class BackwardCode:
     def watch_modules(self, model: nn.Module) -> None:
         """Watch the hooks on the backwards of a model's modules."""
         for module in model.modules():
-            for table in _torch.backward_hook_tables(module):
+            for table in backward_hook_tables(module):
                 for key, hook in table.items():
                     table[key] = self.watched(hook)
 
@@ -51,13 +53,13 @@ class BackwardCode:
 
     def state(self, args: tuple[Any, ...]) -> list[tuple[int, int]]:
         """Which tensors there are, and how often each was written."""
-        given = [value for value in _torch.pytree.tree_leaves(args) if isinstance(value, Tensor)]
-        return [(id(tensor), _torch.writes_into(tensor)) for tensor in (*given, *self.tensors().values())]
+        given = [value for value in pytree.tree_leaves(args) if isinstance(value, Tensor)]
+        return [(id(tensor), under_tracer.writes_into(tensor)) for tensor in (*given, *self.tensors().values())]
 
     def begin(self) -> None:
         """The backward begins."""
         if self.are_there:
-            self.before = _torch.under_the_tracer()
+            self.before = under_tracer.stand_ins()
 
     def refuse(self) -> None:
         """Raise `TraceError` if a hook did nothing that the graph holds, or if a tensor of the backward lives on."""
@@ -83,7 +85,7 @@ class BackwardCode:
     def kept(self) -> list[Tensor]:
         """Stand-ins for tensors that came in the backward and are there still."""
         before = {id(tensor) for tensor in self.before}
-        return [tensor for tensor in _torch.under_the_tracer() if id(tensor) not in before]
+        return [tensor for tensor in under_tracer.stand_ins() if id(tensor) not in before]
 
 
 def is_unchanged(result: Any, args: tuple[Any, ...]) -> bool:
@@ -91,7 +93,7 @@ def is_unchanged(result: Any, args: tuple[Any, ...]) -> bool:
     if result is None:
         return True
     given = next(value for value in args if not isinstance(value, nn.Module))
-    pairs = [_torch.pytree.tree_leaves(value) for value in (result, given)]
+    pairs = [pytree.tree_leaves(value) for value in (result, given)]
     return len(pairs[0]) == len(pairs[1]) and all(map(is_, *pairs))
 
 

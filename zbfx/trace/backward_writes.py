@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from zbfx import _torch
+from zbfx._torch.operators import aten
+from zbfx._torch.tracing import descriptors
 from zbfx.errors import TraceError
 from zbfx.graphs import Joint, Role
 from zbfx.passes.nodes import is_view
@@ -24,19 +25,19 @@ def with_written_values(module: fx.GraphModule) -> fx.GraphModule:
     """
     graph, output = module.graph, module.graph.output_node()
     values, descriptions = list(output.args[0]), list(output.meta["desc"])  # type: ignore[arg-type]
-    for node in graph.find_nodes(op="call_function", target=_torch.aten.copy_.default):
+    for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
         target, value = node.args
         assert not node.users, "the tracer writes last"
         graph.erase_node(node)
-        if isinstance(target.meta["desc"], _torch.descriptors.TangentAOTInput):
+        if isinstance(target.meta["desc"], descriptors.TangentAOTInput):
             continue
         if not value.meta["is_backward"]:
             with graph.inserting_before(output):
-                copy = graph.call_function(_torch.aten.clone.default, (value,))
+                copy = graph.call_function(aten.clone.default, (value,))
             copy.meta = {**value.meta, "is_backward": True}
             value = copy
         values.append(value)
-        descriptions.append(_torch.descriptors.InputMutationAOTOutput(target.meta["desc"]))
+        descriptions.append(descriptors.InputMutationAOTOutput(target.meta["desc"]))
     output.args, output.meta["desc"] = (tuple(values),), descriptions
     module.graph.eliminate_dead_code()
     module.recompile()

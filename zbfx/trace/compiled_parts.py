@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zbfx import _torch
+from zbfx._torch.modules import is_compiled, is_optimized, optimized_again, original_of
 from zbfx.errors import listed
 
 
@@ -35,20 +35,20 @@ def note_of_compiled(model: nn.Module, loss_fn: Any) -> tuple[str, ...]:
 def compiled_in(prefix: str, root: Any) -> Iterator[str]:
     """The names of compiled modules, of compiled functions that modules hold, and of those that their methods name."""
     if not isinstance(root, nn.Module):
-        yield from (prefix,) if _torch.is_compiled(root) else ()
+        yield from (prefix,) if is_compiled(root) else ()
         return
     for name, module in root.named_modules(prefix=prefix):
-        if _torch.is_compiled(module):
+        if is_compiled(module):
             yield name
             continue
         classes = reversed([kind for kind in type(module).__mro__ if kind not in nn.Module.__mro__])
         own = {attribute: value for kind in classes for attribute, value in vars(kind).items()} | vars(module)
         for attribute, value in own.items():
-            if any(isinstance(item, FunctionType) and _torch.is_compiled(item) for item in items_of(value)):
+            if any(isinstance(item, FunctionType) and is_compiled(item) for item in items_of(value)):
                 yield f"{name}.{attribute}".removeprefix(".")
             elif isinstance(value, FunctionType):
                 named = {n: value.__globals__[n] for n in value.__code__.co_names if n in value.__globals__}
-                yield from (n for n, other in named.items() if _torch.is_compiled(other))
+                yield from (n for n, other in named.items() if is_compiled(other))
 
 
 def items_of(value: Any) -> Collection[Any]:
@@ -61,8 +61,8 @@ def items_of(value: Any) -> Collection[Any]:
 def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A deep copy of a module, made with `memo`, in which compiled parts are the copy's own."""
     for part in reversed(list(module.modules())):
-        if _torch.is_optimized(part) and id(part) not in memo:  # else the copy is what its original makes of itself
-            memo[id(part)] = _torch.optimized_again(part, partial(copy.deepcopy, memo=memo))
+        if is_optimized(part) and id(part) not in memo:  # else the copy is what its original makes of itself
+            memo[id(part)] = optimized_again(part, partial(copy.deepcopy, memo=memo))
     copied = copy.deepcopy(module, memo)
     rebind_compiled(copied, memo)
     return copied
@@ -73,6 +73,6 @@ def rebind_compiled(module: nn.Module, memo: dict[int, Any]) -> None:
     are still those of the module that was copied. (A copy of what `torch.compile` made of a module has its own.)"""
     for part in module.modules():
         for attribute, value in vars(part).items():
-            original = _torch.original_of(value)
+            original = original_of(value)
             if isinstance(original, MethodType) and original is not value and id(original.__self__) in memo:
                 vars(part)[attribute] = copy.deepcopy(original, memo)

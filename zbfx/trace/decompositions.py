@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbfx import _torch
-from zbfx._torch import aten
+from zbfx._torch.operators import CTC_LOSS, CTC_LOSS_BACKWARD, aten
 
 # By the numbers that torch gives its reductions.
 REDUCE: Mapping[int, Callable[[Tensor], Tensor]] = {0: lambda losses: losses, 1: Tensor.mean, 2: Tensor.sum}
@@ -83,8 +82,8 @@ def define(name: str, lengths: str, forward: Any, backward: Any) -> Any:
     return getattr(torch.ops.zbfx, name).default
 
 
-BY_TENSORS = define("ctc_loss", "Tensor", _torch.CTC_LOSS.Tensor, _torch.CTC_LOSS_BACKWARD.Tensor)
-BY_NUMBERS = define("ctc_loss_of_sizes", "SymInt[]", _torch.CTC_LOSS.default, _torch.CTC_LOSS_BACKWARD.default)
+BY_TENSORS = define("ctc_loss", "Tensor", CTC_LOSS.Tensor, CTC_LOSS_BACKWARD.Tensor)
+BY_NUMBERS = define("ctc_loss_of_sizes", "SymInt[]", CTC_LOSS.default, CTC_LOSS_BACKWARD.default)
 
 
 def ctc_loss(

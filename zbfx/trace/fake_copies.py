@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zbfx import _torch
+from zbfx._torch.modules import own_modules
 from zbfx.errors import TraceError, listed
 from zbfx.trace.compiled_parts import deep_copy
 from zbfx.trace.left_behind import without_look_outs
@@ -57,7 +57,7 @@ def attributes_without_copy(model: nn.Module, memo: Mapping[int, Any]) -> list[s
     found = []
     for prefix, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if value is not _torch.own_modules(module):
+            if value is not own_modules(module):
                 try:
                     copy.deepcopy(value, dict(memo))
                 except Exception:

@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from zbfx import _torch
-from zbfx._torch import descriptors
+from zbfx._torch.modules import own_buffers
+from zbfx._torch.tensors import pytree
+from zbfx._torch.tracing import descriptors
 from zbfx.passes.nodes import is_random
 
 OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
@@ -88,7 +89,7 @@ class FirstForward:
 def tables(module: nn.Module) -> Iterator[tuple[str, Table]]:
     """The tables of a module, each with the name of the attribute that it is."""
     yield "", vars(module)
-    yield "", _torch.own_buffers(module)
+    yield "", own_buffers(module)
     for attribute, value in vars(module).items():
         if attribute not in OF_MODULES and isinstance(value, dict | list):
             yield attribute, value
@@ -104,7 +105,7 @@ def entries(table: Table) -> dict[Any, Any]:
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a value: the value itself, or those in a dict, list or tuple."""
     if isinstance(value, Tensor | dict | list | tuple):
-        return [leaf for leaf in _torch.pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     return []
 
 

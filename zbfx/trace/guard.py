@@ -18,7 +18,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from zbfx._torch import hook_tables, own_buffers
+from zbfx._torch.modules import hook_tables, own_buffers
 from zbfx.errors import InputError, listed
 from zbfx.modes import Modes
 from zbfx.trace.first_forward import OF_MODULES

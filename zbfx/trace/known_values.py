@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zbfx import _torch
-from zbfx._torch import aten, pytree
+from zbfx._torch.operators import aten, schema_of, writes_arguments
+from zbfx._torch.switches import TorchDispatchMode, without_modes
+from zbfx._torch.tensors import pytree, storage_of
 
 FOLLOWED_ELEMENTS = 2**20  # of a value, at most
 ORIGINS = (aten.arange, aten.zeros, aten.ones, aten.full, aten.eye, aten.scalar_tensor)
@@ -25,7 +26,7 @@ OF_TORCH = ("aten", "prims")
 HOST = torch.device("cpu")
 
 
-class KnownValues(_torch.TorchDispatchMode):
+class KnownValues(TorchDispatchMode):
     """Computes beside the tracer what follows from sizes alone, on the CPU, and answers for it where a model reads a
     number or a truth value."""
 
@@ -46,7 +47,7 @@ class KnownValues(_torch.TorchDispatchMode):
         # What is too large, or no whole number, is not computed at all.
         if is_known and all(is_followed(leaf) for leaf in pytree.tree_leaves(result)):
             self.note(result, self.value_of(func, args, kwargs))
-        elif _torch.writes_arguments(func):
+        elif writes_arguments(func):
             self.forget(read)
         return result
 
@@ -67,7 +68,7 @@ class KnownValues(_torch.TorchDispatchMode):
                 return self.values[leaf]
             return HOST if isinstance(leaf, torch.device) else leaf
 
-        with _torch.without_modes():
+        with without_modes():
             return func(*pytree.tree_map(known, args), **pytree.tree_map(known, kwargs))
 
     def note(self, result: Any, value: Any) -> None:
@@ -77,15 +78,15 @@ class KnownValues(_torch.TorchDispatchMode):
 
     def forget(self, written: Iterable[Tensor]) -> None:
         """Something unknown may be written into these, and so into all that share memory with them."""
-        lost = {_torch.storage_of(self.values[tensor]) for tensor in written if tensor in self.values}
+        lost = {storage_of(self.values[tensor]) for tensor in written if tensor in self.values}
         if lost:
-            for tensor in [t for t, value in self.values.items() if _torch.storage_of(value) in lost]:
+            for tensor in [t for t, value in self.values.items() if storage_of(value) in lost]:
                 del self.values[tensor]
 
 
 def gives_numbers(operator: Any) -> bool:
     """Whether an operator gives numbers or truth values of Python, and no tensors."""
-    schema = _torch.schema_of(operator)
+    schema = schema_of(operator)
     kinds = [str(value.type) for value in schema.returns] if schema is not None else []
     return bool(kinds) and not any("Tensor" in kind for kind in kinds)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zbfx import _torch
+from zbfx._torch.tensors import has_hooks, pytree, storage_of
 
 PLAIN_VALUES = (
     bool,
@@ -58,7 +58,7 @@ class LayerArguments:
 
     @classmethod
     def of(cls, args: Any, kwargs: Any) -> LayerArguments:
-        flat, spec = _torch.pytree.tree_flatten((args, kwargs))
+        flat, spec = pytree.tree_flatten((args, kwargs))
         inputs = {id(value): value for value in flat if isinstance(value, Tensor)}
         place = {key: LeafPlace(number) for number, key in enumerate(inputs)}
         leaves, doubt = list[Any](), ""
@@ -123,23 +123,23 @@ class LayerCall:
 
     def end(self, output: Any) -> None:
         """Note what the call returns. Raises `Unknown` for what cannot be given back in another way."""
-        flat, self.result_spec = _torch.pytree.tree_flatten(output)
+        flat, self.result_spec = pytree.tree_flatten(output)
         place = {id(tensor): LeafPlace(number) for number, tensor in enumerate(self.inputs)}
         outside = {id(tensor) for tensor in (*self.inputs, *self.tensors.values())}
-        memory = {_torch.storage_of(tensor) for tensor in (*self.inputs, *self.tensors.values())}
+        memory = {storage_of(tensor) for tensor in (*self.inputs, *self.tensors.values())}
         for value in flat:
             if isinstance(value, Tensor) and id(value) not in place:
                 if id(value) in outside or id(value) not in self.numbers:
                     raise Unknown("it returns a tensor that it did not make")
-                if _torch.storage_of(value) in memory:
+                if storage_of(value) in memory:
                     raise Unknown("a result shares memory with an argument, a tensor of the layer or another result")
-                memory.add(_torch.storage_of(value))
+                memory.add(storage_of(value))
                 place[id(value)] = LeafPlace(len(self.made), is_made=True)
                 self.made.append(value)
             self.results.append(place[id(value)] if isinstance(value, Tensor) else plain_value(value))
         if any(len(vars(tensor)) != self.attributes[id(tensor)] for tensor in self.alive):
             raise Unknown("it sets attributes of tensors")
-        if any(map(_torch.has_hooks, (*self.alive, *self.inputs, *self.tensors.values()))):
+        if any(map(has_hooks, (*self.alive, *self.inputs, *self.tensors.values()))):
             raise Unknown("there are hooks on gradients")
         self.autograd = autograd_of(self)
 

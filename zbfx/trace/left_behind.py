@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zbfx._torch import own_buffers, own_parameters, persistent_buffers, state_dict_pre_hooks, version_of
+from zbfx._torch.modules import own_buffers, own_parameters, persistent_buffers, state_dict_pre_hooks
+from zbfx._torch.tensors import version_of
 from zbfx.errors import ZbfxError, listed
 
 

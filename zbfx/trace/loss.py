@@ -19,7 +19,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor, fx
 
-from zbfx._torch import graph_module
+from zbfx._torch.compiling import graph_module
 from zbfx.errors import TraceError, ZbfxError
 from zbfx.graphs import Joint, Role, TokenCount, copy_graph
 from zbfx.trace.signature import on_device

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbfx import _torch
+from zbfx._torch import under_tracer
+from zbfx._torch.modules import own_buffers, own_parameters
+from zbfx._torch.tensors import storage_of
 from zbfx._transformers import masks_as_in_eager
 from zbfx.errors import TraceError
 from zbfx.graphs import LOSS, Port, Returned, Role
@@ -144,16 +146,16 @@ class Objective(nn.Module):
         """The buffers that the model has replaced by name, each with the new tensor."""
         for name, buffer in self.held.items():
             module, attribute = self.place(name)
-            if attribute in (table := _torch.own_buffers(module)) and table[attribute] is not buffer:
+            if attribute in (table := own_buffers(module)) and table[attribute] is not buffer:
                 yield name, buffer, table[attribute]
 
     def unwritten(self, found: Computed) -> Computed:
         """With copies of what is a replaced buffer as the forward found it, or a view of one: the new tensor is yet to
         be written there."""
-        old = {_torch.storage_of(buffer) for _, buffer, _ in self.replacements()}
+        old = {storage_of(buffer) for _, buffer, _ in self.replacements()}
 
         def kept(value: Tensor) -> Tensor:
-            return value.clone() if old and _torch.storage_of(value) in old else value
+            return value.clone() if old and storage_of(value) in old else value
 
         count = None if found.count is None else kept(found.count)
         metrics = {name: metric.mapped(kept) for name, metric in found.metrics.items()}
@@ -172,7 +174,7 @@ class Objective(nn.Module):
         buffers = {  # a first forward may have made others
             name: buffer for name, buffer in self.named_buffers(remove_duplicate=False) if name in self.held
         }
-        found = {id(buffer): _torch.functional(buffer) for buffer in buffers.values()}
+        found = {id(buffer): under_tracer.functional(buffer) for buffer in buffers.values()}
         self.stand_in({name: found[id(buffer)] for name, buffer in buffers.items()})
         self.put(self.held)
         self.hooks.begin()
@@ -182,7 +184,7 @@ class Objective(nn.Module):
             self.keep_replaced()
             self.put(before)
 
-        _torch.at_end_of_backward(end)
+        under_tracer.at_end_of_backward(end)
 
     def tensors(self) -> Named:
         """The parameters and buffers of the modules, under all their names."""
@@ -193,7 +195,7 @@ class Objective(nn.Module):
         """Make these tensors the parameters and buffers of the modules, by qualified name."""
         for name, tensor in tensors.items():
             module, attribute = self.place(name)
-            tables: tuple[dict[str, Any], ...] = (_torch.own_buffers(module), _torch.own_parameters(module))
+            tables: tuple[dict[str, Any], ...] = (own_buffers(module), own_parameters(module))
             next(table for table in tables if attribute in table)[attribute] = tensor
 
     def place(self, name: str) -> tuple[nn.Module, str]:
@@ -209,7 +211,10 @@ class Objective(nn.Module):
     def writes(self) -> dict[str, tuple[int, int]]:
         """How often each stand-in was written, and the buffer that it stands for."""
         pairs = {name: (stand_in, self.held[name]) for name, stand_in in self.stand_ins.items()}
-        return {name: (_torch.writes_into(one), _torch.writes_into(other)) for name, (one, other) in pairs.items()}
+        return {
+            name: (under_tracer.writes_into(one), under_tracer.writes_into(other))
+            for name, (one, other) in pairs.items()
+        }
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:

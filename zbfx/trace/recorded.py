@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbfx import _torch
+from zbfx._torch import under_tracer
+from zbfx._torch.fakes import is_constant
+from zbfx._torch.modules import hooks_of_all_modules
+from zbfx._torch.operators import schema_of, written_tensors
+from zbfx._torch.switches import TorchDispatchMode, without_modes
+from zbfx._torch.tensors import pytree, storage_of
 from zbfx.trace.layer_calls import LayerArguments, LayerCall, Unknown, held_by, plain_value
 from zbfx.trace.python_state import PythonState, Unseen
 
@@ -22,7 +27,7 @@ MOST_OF_LAYER = 20_000  # that Python code reaches from a layer
 MOST_COMPARED = 4096  # numbers of a constant that is compared by value
 
 
-class LayerRecorder(_torch.TorchDispatchMode):
+class LayerRecorder(TorchDispatchMode):
     """Records a forward: the calls of `layers`, and what runs between them (`between`). `doubt` says why the record
     holds too little; that of a call, why no other one can stand for it."""
 
@@ -50,19 +55,19 @@ class LayerRecorder(_torch.TorchDispatchMode):
         return result
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        call, schema = self.current, _torch.schema_of(func)
+        call, schema = self.current, schema_of(func)
         if schema is None:
             raise Unknown(f"{func} is no plain operator")
-        if call is not None and _torch.keeps_saved_tensors_otherwise():
+        if call is not None and under_tracer.keeps_saved_tensors_otherwise():
             call.doubts("there are hooks on what its backward reads")
         operators = self.between if call is None else call.operators
         number = self.number_outside if call is None else self.number_inside
         operators.append((func, torch.is_grad_enabled(), self.spelled((args, kwargs), number)))
         if schema.is_mutable:
-            for tensor in _torch.written_tensors(func, args, kwargs):
-                for reader in self.readers_of_memory.get(_torch.storage_of(tensor), ()):
+            for tensor in written_tensors(func, args, kwargs):
+                for reader in self.readers_of_memory.get(storage_of(tensor), ()):
                     reader.doubts("something writes into memory of a tensor that it reads or returns")
-        for tensor in _torch.pytree.tree_leaves(result):
+        for tensor in pytree.tree_leaves(result):
             if not isinstance(tensor, Tensor):
                 continue
             if call is None:
@@ -136,7 +141,7 @@ class LayerRecorder(_torch.TorchDispatchMode):
     def state_of(self, call: LayerCall) -> PythonState | None:
         """What Python code keeps in the layer of a call and in what it reaches."""
         try:
-            return PythonState.of(call.layer, *_torch.hooks_of_all_modules(), most=MOST_OF_LAYER)
+            return PythonState.of(call.layer, *hooks_of_all_modules(), most=MOST_OF_LAYER)
         except Unseen as why:
             call.doubts(str(why))
             return None
@@ -149,7 +154,7 @@ class LayerRecorder(_torch.TorchDispatchMode):
         for tensor in (*call.inputs, *call.tensors.values()):
             if id(tensor) not in call.numbers:
                 call.add(tensor)
-            self.readers_of_memory.setdefault(_torch.storage_of(tensor), []).append(call)
+            self.readers_of_memory.setdefault(storage_of(tensor), []).append(call)
         self.calls.append(call)
         return call
 
@@ -161,7 +166,7 @@ class LayerRecorder(_torch.TorchDispatchMode):
         for tensor in call.made:
             self.owner.pop(id(tensor), None)
             self.add(tensor)
-            self.readers_of_memory.setdefault(_torch.storage_of(tensor), []).append(call)
+            self.readers_of_memory.setdefault(storage_of(tensor), []).append(call)
 
     def alike(self) -> list[list[LayerCall]]:
         """The calls that can stand for each other, in groups."""
@@ -199,11 +204,11 @@ class LayerRecorder(_torch.TorchDispatchMode):
 
 def value_of(tensor: Tensor) -> Any:
     """What a constant holds: nothing is known of the values of other tensors."""
-    if not _torch.is_constant(tensor):
+    if not is_constant(tensor):
         return None
     if tensor.numel() > MOST_COMPARED:
         return id(tensor)
-    with _torch.without_modes():
+    with without_modes():
         return tensor.dtype, repr(tensor.tolist())
 
 

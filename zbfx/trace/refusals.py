@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zbfx import _torch
-from zbfx._torch import aten
+from zbfx._torch import untraceable
+from zbfx._torch.operators import aten
 from zbfx.errors import TraceError, first_line
 
 WRAPPERS = (contextlib.__file__, functools.__file__)  # files in the stack of all decorated code
@@ -40,28 +40,28 @@ ONE_DTYPE = {product.default for product in PRODUCTS}
 def refuse(error: Exception, model: nn.Module, part: str, fails_alone: Callable[[], bool]) -> None:
     """Raise the `TraceError` for an error in tracing. `part` is what was at work: "the model", "loss_fn", or "the
     backward". `fails_alone` says whether the plain model fails on the example too."""
-    if isinstance(error, _torch.DATA_DEPENDENT_ERRORS):
+    if isinstance(error, untraceable.DATA_DEPENDENT_ERRORS):
         raise TraceError(
             f"the model needs the values of a tensor for the shape of another one, which one graph cannot hold "
             f"({error}), at {user_line(error)}. {WHOLE_SHAPES}"
-            if isinstance(error, _torch.DATA_DEPENDENT_SHAPE)
+            if isinstance(error, untraceable.DATA_DEPENDENT_SHAPE)
             else f"the model decides by a tensor's value what to run next, which one graph cannot hold ({error}), "
             f"at {user_line(error)}. {way_out(error)}"
         ) from error
     refuse_flex_attention(error)
-    if _torch.is_stray_fake(error):
+    if untraceable.is_stray_fake(error):
         raise TraceError(
             "the model finds a tensor that an earlier forward made and kept outside of its modules' attributes "
             "(functools.cache, a global, an object): one graph holds no first forward, and what is kept there now has "
             "no data. Clear it (cache_clear()), and make the tensor in __init__ (register_buffer)"
         ) from error
-    if _torch.is_reentrant_checkpoint(error):
+    if untraceable.is_reentrant_checkpoint(error):
         raise TraceError(
             "the model checkpoints a part with use_reentrant=True, which runs a backward within the backward: no graph "
             "holds that. Pass use_reentrant=False to torch.utils.checkpoint (in transformers, "
             "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False}))"
         ) from error
-    if _torch.is_stray_write(error):
+    if untraceable.is_stray_write(error):
         raise TraceError(
             f"{part} writes in place into a tensor that the model does not hold as a parameter or buffer, at "
             f"{user_line(error)}: the write would be lost. Make it a buffer (register_buffer). A hook that is no "
@@ -75,12 +75,12 @@ def refuse(error: Exception, model: nn.Module, part: str, fails_alone: Callable[
             f"the model runs an operator that holds graphs of its own, like torch.cond, at {line}: its backward cannot "
             f"be split. Use torch.where, or take the decision outside the model"
         ) from error
-    if _torch.is_write_into_leaf(error) and not fails_alone():
+    if untraceable.is_write_into_leaf(error) and not fails_alone():
         raise TraceError(
             f"the model writes in place into a parameter, {at}; write into a copy (`x = x.clone()`) or a buffer"
         ) from error
     text = f"{type(error).__name__}: {first_line(error).removesuffix('.')}"
-    if not _torch.is_limit_of_fakes(error) and fails_alone():
+    if not untraceable.is_limit_of_fakes(error) and fails_alone():
         change = ", or change that line" if has_line else ""
         raise TraceError(
             f"the arguments of the example do not fit {part}, which fails on them without zbfx too: {text}, {at}. "
@@ -139,7 +139,7 @@ def user_line(error: BaseException) -> str:
     frames = user_frames(error)
     if frames:
         return f"{frames[-1].filename}:{frames[-1].lineno} `{frames[-1].line}`"
-    lines = [line for frame, _ in traceback.walk_tb(error.__traceback__) for line in _torch.forward_lines(frame)]
+    lines = [line for frame, _ in traceback.walk_tb(error.__traceback__) for line in untraceable.forward_lines(frame)]
     return lines[-1] if lines else UNKNOWN_LINE
 
 

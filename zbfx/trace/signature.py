@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbfx._torch import pytree
+from zbfx._torch.tensors import pytree
 from zbfx.errors import InputError, ZbfxError, listed
 
 SHORTER = "Leave out a last batch that is shorter (DataLoader(..., drop_last=True))"

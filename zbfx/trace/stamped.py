@@ -22,8 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zbfx import _torch
-from zbfx._torch import descriptors
+from zbfx._torch import under_tracer
+from zbfx._torch.modules import hooks_of_all_modules
+from zbfx._torch.tensors import pytree
+from zbfx._torch.tracing import descriptors
 from zbfx.errors import listed
 from zbfx.graphs import copy_node
 from zbfx.trace.layer_calls import LayerArguments, LayerCall, LeafPlace, held_by, tensor_layout
@@ -154,11 +156,11 @@ class Alone(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         call = self.call
         leaves = [tensors[leaf.number] if isinstance(leaf, LeafPlace) else leaf[1] for leaf in call.given.leaves]
-        args, kwargs = _torch.pytree.tree_unflatten(leaves, call.given.spec)
+        args, kwargs = pytree.tree_unflatten(leaves, call.given.spec)
         with self.lines, self.lines.within(call.name):
             output = self.layer.forward(*args, **kwargs) if self.is_compared else self.compared(args, kwargs)
         self.is_compared = True
-        flat = _torch.pytree.tree_leaves(output)
+        flat = pytree.tree_leaves(output)
         made = {leaf.number: value for leaf, value in zip(call.results, flat, strict=True) if is_made(leaf)}
         return tuple(made[place].clone() for place in range(len(made)))
 
@@ -222,7 +224,7 @@ class StandIn(torch.autograd.Function):
         return (None, None, None, *(gradients.get(of) for of in (*range(ctx.inputs), *ctx.names)))
 
 
-STAND_IN = _torch.backward_class(StandIn)
+STAND_IN = under_tracer.backward_class(StandIn)
 
 
 class FirstLook:
@@ -259,7 +261,7 @@ class FirstLook:
 
     def state(self) -> PythonState | None:
         try:
-            return PythonState.of(*self.roots, *_torch.hooks_of_all_modules(), most=MOST_OF_MODEL)
+            return PythonState.of(*self.roots, *hooks_of_all_modules(), most=MOST_OF_MODEL)
         except Unseen as why:
             self.doubt = str(why)
             return None
@@ -320,7 +322,7 @@ class Stand:
             (made if leaf.is_made else given.inputs)[leaf.number] if isinstance(leaf, LeafPlace) else leaf[1]
             for leaf in body.call.results
         ]
-        return _torch.pytree.tree_unflatten(leaves, body.call.result_spec)
+        return pytree.tree_unflatten(leaves, body.call.result_spec)
 
     def stamp(self, module: fx.GraphModule) -> None:
         """Put copies of the bodies in the places of what stands for them."""

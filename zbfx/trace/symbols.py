@@ -12,7 +12,7 @@ from typing import Any
 import sympy
 import torch
 
-from zbfx import _torch
+from zbfx._torch.fakes import FakeTensorMode, shape_env, size_guards, symbolic_size
 from zbfx.errors import ZbfxError
 from zbfx.passes.sizes import SYMBOLIC, Size, size_of
 from zbfx.trace.signature import Signature, TensorSpec
@@ -30,12 +30,12 @@ class Sizes:
 
     def __init__(self, signature: Signature, groups: Sequence[Sequence[Dimension]]) -> None:
         self.signature, self.groups = signature, [tuple(group) for group in groups]
-        self.env = _torch.shape_env()
+        self.env = shape_env()
         self.ints: dict[Dimension, torch.SymInt] = {}
         self.symbols: list[sympy.Symbol] = []
         for group in self.groups:
             index, dim = group[0]
-            symbol = _torch.symbolic_size(self.env, self.name(group[0]), signature.tensors[index].shape[dim])
+            symbol = symbolic_size(self.env, self.name(group[0]), signature.tensors[index].shape[dim])
             self.ints |= dict.fromkeys(group, symbol)
             self.symbols.append(symbol.node.expr)
 
@@ -70,7 +70,7 @@ class Sizes:
                 raise GuardBroken(f"{names} had one size when they were traced; found {sorted(found)}")
             values[symbol] = found.pop()
         named = {symbol: sympy.Symbol(self.name(group[0])) for group, symbol in pairs}
-        for guard in _torch.size_guards(self.env):
+        for guard in size_guards(self.env):
             if guard.xreplace(values) != sympy.true:
                 numbers = ", ".join(f"{named[symbol]} = {number}" for symbol, number in values.items())
                 raise GuardBroken(f"the graph that was traced holds for {guard.xreplace(named)}; found {numbers}")
@@ -106,7 +106,7 @@ class Numbers:
 
     def __init__(self, values: Mapping[sympy.Symbol, int]) -> None:
         self.given = values
-        self.mode = _torch.FakeTensorMode()
+        self.mode = FakeTensorMode()
         self.known: dict[Any, Any] = {}
 
     def __call__(self, value: Any) -> Any:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
-from zbfx import _torch
+from zbfx._torch import tracing
+from zbfx._torch.operators import is_collective, wait_tensor, waited
 from zbfx.errors import ZbfxError
 
 
@@ -68,7 +69,7 @@ def refuse_other_shards(named: Mapping[str, Tensor], processes: Sequence[int], g
 
 def is_together(node: fx.Node) -> bool:
     """Whether several processes run a node together."""
-    return node.target is _torch.waited or _torch.is_collective(node.target)
+    return node.target is waited or is_collective(node.target)
 
 
 def fake_sharded(parameter: DTensor, fake_mode: Any, device: torch.device) -> nn.Parameter:
@@ -96,18 +97,18 @@ def localize(module: fx.GraphModule) -> fx.GraphModule:
     """Reduce a traced graph, in place, to local tensors. Meshes are no longer inputs and outputs of it, and each
     collective is one node with its wait."""
     graph, output = module.graph, module.graph.output_node()
-    found = map(_torch.local_description, output.meta["desc"])
+    found = map(tracing.local_description, output.meta["desc"])
     kept = [pair for pair in zip(output.args[0], found, strict=True) if pair[1] is not None]  # type: ignore[arg-type]
     output.args, output.meta["desc"] = (tuple(value for value, _ in kept),), [local for _, local in kept]
     for node in graph.find_nodes(op="placeholder"):
-        node.meta["desc"] = _torch.local_description(node.meta["desc"])
+        node.meta["desc"] = tracing.local_description(node.meta["desc"])
         if node.meta["desc"] is None:
             graph.erase_node(node)
-    for wait in graph.find_nodes(op="call_function", target=_torch.wait_tensor):
+    for wait in graph.find_nodes(op="call_function", target=wait_tensor):
         (collective,) = wait.all_input_nodes
-        if _torch.is_collective(collective.target) and len(collective.users) == 1:
+        if is_collective(collective.target) and len(collective.users) == 1:
             with graph.inserting_before(wait):
-                whole = graph.call_function(_torch.waited, (collective.target, *collective.args), collective.kwargs)
+                whole = graph.call_function(waited, (collective.target, *collective.args), collective.kwargs)
             whole.meta = dict(wait.meta)
             wait.replace_all_uses_with(whole)
             graph.erase_node(wait)

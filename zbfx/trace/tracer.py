@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zbfx import _torch
+from zbfx._torch import tracing, untraceable
+from zbfx._torch.fakes import FakeTensorMode
+from zbfx._torch.operators import ASSERT
 from zbfx.errors import TraceError, ZbfxError, listed
 from zbfx.graphs import Joint
 from zbfx.passes.sizes import inline_sizes
@@ -36,7 +38,7 @@ from zbfx.trace.tensor_names import canonical_names, named_tensors
 from zbfx.trace.tensor_parallel import is_sharded, localize
 from zbfx.trace.wanted import TRAINING, Wanted
 
-fx.has_side_effect(_torch.ASSERT)  # else fx takes it for dead code, as it does not the one with a message
+fx.has_side_effect(ASSERT)  # else fx takes it for dead code, as it does not the one with a message
 
 
 class KeptTensors(Exception):
@@ -55,7 +57,7 @@ def one_at_a_time() -> Iterator[None]:
 
 # Gradients are switched on: a step may meet a new shape, or evaluate its first batch, under `torch.no_grad()`.
 @one_at_a_time()
-@_torch.without_looks_at_masks()
+@tracing.without_looks_at_masks()
 @without_compiling()
 @torch.inference_mode(mode=False)
 @torch.enable_grad()
@@ -86,7 +88,7 @@ def trace(
         signature.tensors, signature.flatten((*example_inputs, *example_targets), example_kwargs), strict=True
     ):
         refuse_subclass(spec.name, example)
-    fake_mode = _torch.FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.env if sizes else None)
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes.env if sizes else None)
     with fake_mode:
         inputs = [
             torch.empty_strided(
@@ -111,11 +113,11 @@ def trace(
         return False
 
     def capture(module: nn.Module, tensors: Sequence[Tensor]) -> fx.GraphModule:
-        with fake_mode, _torch.without_fake_logs(), _torch.decomposing(RIGHT), _torch.checks_in_the_graph():
-            return _torch.capture_joint(module, tensors)
+        with fake_mode, untraceable.without_fake_logs(), tracing.decomposing(RIGHT), tracing.checks_in_the_graph():
+            return tracing.capture_joint(module, tensors)
 
     def plainly(objective: Objective) -> fx.GraphModule:
-        with _torch.recomputing_within(objective.recomputing):
+        with tracing.recomputing_within(objective.recomputing):
             module = capture(objective, inputs)
         objective.hooks.refuse()
         return without_tokens(with_written_values(module))
@@ -131,7 +133,7 @@ def trace(
         except Exception as error:
             if objective.first.made() and not objective.starts_afresh:
                 raise KeptTensors from error
-            with _torch.without_fake_logs():
+            with untraceable.without_fake_logs():
                 refuse(error, objective.model, objective.part, fails_alone)
             raise
 

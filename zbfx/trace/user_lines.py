@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from zbfx import _torch
+from zbfx._torch import under_tracer
+from zbfx._torch.switches import without_mkldnn
 from zbfx.errors import TraceError
 from zbfx.trace.backward_code import Hook
 from zbfx.trace.refusals import LIBRARY_FOLDERS, OWN_FOLDER
@@ -76,7 +77,7 @@ class UserLines(TorchFunctionMode):
                 )
         # The fused LSTM of oneDNN keeps what its backward needs only where autograd sees it run.
         fused = func is torch.lstm
-        with _torch.without_mkldnn() if fused else contextlib.nullcontext():
+        with without_mkldnn() if fused else contextlib.nullcontext():
             return func(*args, **(kwargs or {}))
 
 
@@ -86,5 +87,5 @@ def writes(func: Any, args: Any) -> bool:
     name = str(getattr(func, "__name__", ""))
     if not ((name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"):
         return False
-    inner = _torch.unwrapped(args[0])
+    inner = under_tracer.unwrapped(args[0])
     return type(inner) is Tensor and (inner is args[0] or func is not Tensor.requires_grad_)

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbfx import _torch
+from zbfx._torch.modules import hook_tables, own_buffers, own_modules, own_parameters
 from zbfx.trace.refusals import OWN_FOLDER
 
 PLAIN_TYPES = {bool, int, float, complex, str, bytes, slice, range, torch.dtype, torch.device, type(None), type(...)}
@@ -157,8 +157,8 @@ class ReadValues:
     def of_layer(self, module: nn.Module) -> Iterator[Any]:
         """What calls of a layer read: its mode, tensors and layers, its forward, and the settings of torch's own."""
         yield from (module.training, self.of(module.forward))
-        own = (_torch.own_parameters(module), _torch.own_buffers(module), _torch.own_modules(module))
-        yield from map(self.of, (*own, *_torch.hook_tables(module)))
+        own = (own_parameters(module), own_buffers(module), own_modules(module))
+        yield from map(self.of, (*own, *hook_tables(module)))
         if is_installed(type(module).__module__):
             yield from ((name, self.of(value)) for name, value in vars(module).items() if type(value) in PLAIN_TYPES)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbfx._torch import pytree
+from zbfx._torch.tensors import pytree
 from zbfx.arguments import kind_of
 from zbfx.errors import InputError, TraceError, ZbfxError
 from zbfx.graphs import Port, Returned, Role

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from zbfx._torch import schema_of
+from zbfx._torch.operators import schema_of
 from zbfx.errors import listed
 from zbfx.graphs import Joint, Placed, Port, Role, Split
 from zbfx.passes.nodes import expression, is_random
