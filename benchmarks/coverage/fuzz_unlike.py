@@ -5,8 +5,8 @@
 A case is a decoder over 1 to 4 ranks, by a schedule by hand or searched, with the mean of losses or a loss by tokens.
 It takes `STEPS` steps of 1 to 3 microbatches for each rank, of lengths drawn from the deciles of
 `benchmarks/planner/unlike.py`, an eighth as long. Every fourth case runs over gloo, a process for each rank. Loss and
-every gradient must be within 1e-10. `--workers` cases run at once. Prints one JSON line for each failure, and a summary
-at the end, at Ctrl-C and at SIGTERM.
+every gradient must be within 1e-10. `--workers` cases run at once, in processes that stay; a case that hangs ends after
+`LIMIT_S`. Prints one JSON line for each failure, and a summary at the end, at Ctrl-C and at SIGTERM.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -39,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import zbfx
 from benchmarks.gpt import GPT, GPTConfig
+from benchmarks.kept import Kept, over_processes
 from benchmarks.planner.unlike import drawn
 
 STEPS, SHORTER, LONGEST, TOLERANCE, VOCABULARY = 10, 8, 64, 1e-10, 24
@@ -137,49 +136,63 @@ def largest_error(case: Case, *, binds: bool = False) -> float:
     return worst
 
 
-def rank_of_case(seed: int, rank: int, file: str, queue: Any) -> None:
+def rank_of_case(given: tuple[int, int, str]) -> tuple[float, str | None]:
+    seed, rank, file = given
     torch.set_num_threads(1)
     case = Case.of(seed)
     dist.init_process_group(
         "gloo", init_method=f"file://{file}", rank=rank, world_size=case.ranks, timeout=timedelta(seconds=60)
     )
     try:
-        queue.put((rank, largest_error(case, binds=True), None))
+        return largest_error(case, binds=True), None
     except Exception as error:
-        queue.put((rank, float("inf"), f"{type(error).__name__}: {error}"))
+        return float("inf"), f"{type(error).__name__}: {error}"
     finally:
         dist.destroy_process_group()
 
 
-def run_in_processes(case: Case) -> tuple[float, str | None]:
-    """The case over gloo. Its processes end with it, those that hang too."""
-    context = get_context("spawn")
-    queue = context.Queue()
-    with TemporaryDirectory() as folder:
-        arguments = [(case.seed, rank, f"{folder}/store", queue) for rank in range(case.ranks)]
-        processes = [context.Process(target=rank_of_case, args=given) for given in arguments]
-        for process in processes:
-            process.start()
-        try:
-            found = [queue.get(timeout=LIMIT_S) for _ in processes]
-        except Exception:
-            return float("inf"), f"hangs: no result within {LIMIT_S:g} s"
-        finally:
-            for process in processes:
-                process.join(timeout=5)
-                process.kill()
-    texts = [text for _, _, text in found if text is not None]
-    return max(error for _, error, _ in found), texts[0] if texts else None
+@dataclass
+class Crew:
+    """Processes that run the ranks of cases over gloo, one case after the other."""
+
+    ranks: list[Kept] = field(default_factory=list)
+
+    def run(self, case: Case) -> tuple[float, str | None]:
+        """The largest error of the case, and what went wrong; after that, the next case gets other processes."""
+        self.ranks += [Kept.start() for _ in range(case.ranks - len(self.ranks))]
+        own = self.ranks[: case.ranks]
+        with TemporaryDirectory() as folder:
+            for rank, kept in enumerate(own):
+                kept.ask(rank_of_case, (case.seed, rank, f"{folder}/store"))
+            try:
+                found = [kept.connection.recv() for kept in own]
+            except (EOFError, OSError):
+                found = [(float("inf"), "a process of a rank ended")]
+        texts = [text for _, text in found if text is not None]
+        if texts:
+            self.end()
+        return max(error for error, _ in found), texts[0] if texts else None
+
+    def end(self) -> None:
+        while self.ranks:
+            self.ranks.pop().end()
+
+
+CREW = Crew()  # of this process
 
 
 def run_case(seed: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     case, begun = Case.of(seed), perf_counter()
     try:
-        error, text = run_in_processes(case) if case.in_processes else (largest_error(case), None)
+        error, text = CREW.run(case) if case.in_processes else (largest_error(case), None)
     except Exception as failure:
         error, text = float("inf"), f"{type(failure).__name__}: {failure}"
     return {**vars(case), "error": error, "text": text, "seconds": round(perf_counter() - begun, 1)}
+
+
+def cut_off(seed: int, text: str) -> dict[str, Any]:
+    return {**vars(Case.of(seed)), "error": float("inf"), "text": text, "seconds": LIMIT_S}
 
 
 def main() -> None:
@@ -189,21 +202,21 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1, help="cases at once")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    counts, worst, failed = Counter[str](), 0.0, list[int]()
+    counts, worst, failed, begun = Counter[str](), 0.0, list[int](), perf_counter()
     seeds = range(args.seed, args.seed + -(-args.count // STEPS))
-    pool = ProcessPoolExecutor(args.workers, mp_context=get_context("spawn"))
-    try:
-        for done in as_completed([pool.submit(run_case, seed) for seed in seeds]):
-            found = done.result()
+    outcomes = over_processes(run_case, seeds, args.workers, LIMIT_S, cut_off)
+    with suppress(KeyboardInterrupt), closing(outcomes):
+        for found in outcomes:
             counts[f"{'gloo' if found['in_processes'] else 'one process'}, {found['ranks']} ranks"] += STEPS
             worst = max(worst, found["error"])
             if found["error"] > TOLERANCE:
                 failed.append(found["seed"])
                 print(json.dumps(found), flush=True)
-    except KeyboardInterrupt:
-        pool.shutdown(wait=False, cancel_futures=True)
-    print(json.dumps({"steps": sum(counts.values()), "worst": worst, "failed": failed, **dict(sorted(counts.items()))}))
+    steps, seconds = sum(counts.values()), round(perf_counter() - begun, 1)
+    summary = {"steps": steps, "worst": worst, "failed": failed, "seconds": seconds, **dict(sorted(counts.items()))}
+    print(json.dumps(summary), flush=True)
     sys.exit(bool(failed))
 
 
