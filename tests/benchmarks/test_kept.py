@@ -44,8 +44,12 @@ def test_closing_early_ends_all_processes() -> None:
         os.kill(pid, 0)
 
 
+STARTED: list[Kept] = []  # a process ends once nothing refers to it
+
+
 def starts_another(_: None) -> int:
     own = Kept.start()
+    STARTED.append(own)
     own.ask(behaves, "ok")
     return int(own.connection.recv().split()[1])
 
