@@ -51,7 +51,9 @@ def starts_another(_: None) -> int:
     own = Kept.start()
     STARTED.append(own)
     own.ask(behaves, "ok")
-    return int(own.connection.recv().split()[1])
+    pid = int(own.connection.recv().split()[1])
+    own.ask(behaves, "hangs")
+    return pid
 
 
 @pytest.mark.timeout(60)
