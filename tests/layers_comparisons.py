@@ -95,7 +95,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/runtime/engine.py": ("self.pipe.device.type == 'cpu'",),
         "zbfx/runtime/options.py": ("self.device != 'cuda'",),
         "zbfx/runtime/survival.py": ("options.device != 'cpu'",),
-        "zbfx/runtime/step.py": ("self.engine.pipe.device.type == 'cuda'",),
+        "zbfx/runtime/worker.py": ("self.engine.pipe.device.type == 'cuda'",),
         "zbfx/runtime/timeline.py": ("self.device.type != 'cuda'", "self.device.type == 'cuda'"),
         "zbfx/selfcheck.py": ("pipe.device.type == 'cuda'",),
         "zbfx/trace/signature.py": ("tensor.device.type == 'cpu'", "device.type == 'cuda'"),

@@ -81,7 +81,7 @@ def row(name: str) -> dict[str, Any]:
         found = {}
         for option, step in steps.items():
             begun = perf_counter()
-            found[option] = step.engines.engine_for((), full, MICROBATCHES, step.engines.requests[0]).pipe
+            found[option] = step.worker.engines.engine_for((), full, MICROBATCHES, step.worker.engines.requests[0]).pipe
             seconds.setdefault(option, []).append(perf_counter() - begun)
         equal.append(same(found["symbolic"], found["recompile"]))
         reasons |= {note for note in found["symbolic"].schedule.notes if note.startswith("traced for")}

@@ -328,7 +328,7 @@ class Piped:
         parameters, buffers = named(self.model, self.loss_fn)
         listed = {plain_name(n) for n, _ in step.named_parameters()}
         held = {plain_name(n) for n, _ in step.named_buffers()} - self.written_elsewhere(step)
-        if step.ranks.share_tensors:  # all ranks are here
+        if step.worker.ranks.share_tensors:  # all ranks are here
             unlisted = {n for n, p in parameters.items() if p.grad is not None} - listed
             if unlisted:
                 raise Differs(f"{name}: parameters with gradients that are not listed: {sorted(unlisted)}")

@@ -163,7 +163,7 @@ def test_case_38_hooks_on_activations_act_once_per_microbatch() -> None:
     sizes = set()
     for _ in range(5):
         step(*problem.inputs)
-        sizes.add(len(step.ranks.mailbox) + sum(len(vars(r.transport)["posted"]) for r in step.engine.runners))
+        sizes.add(len(step.worker.ranks.mailbox) + sum(len(vars(r.transport)["posted"]) for r in step.engine.runners))
     for name, parameter in problem.model.named_parameters():
         torch.testing.assert_close(parameter.grad, 5 * expected[name], rtol=1e-10, atol=0)  # type: ignore[operator]
     assert sizes == {0}  # no received buffer outlives its step

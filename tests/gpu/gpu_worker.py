@@ -313,7 +313,7 @@ def failing(device: torch.device) -> None:
         if count == 2 and dist.get_rank() == 1:
             step.engine.runners[0].calls[-1].run = lambda box: 1 / 0
             try:
-                step(*batch) if backend == "eager" else step.guarded(lambda: 1 / 0)
+                step(*batch) if backend == "eager" else step.worker.guarded(lambda: 1 / 0)
             except zbfx.PipelineFault:
                 time.sleep(60)
         step(*batch).item()
@@ -564,7 +564,7 @@ def outputs(device: torch.device) -> dict[str, list[dict[str, Any]]]:
             values = {"scores": scores, "evaluated": evaluated, "loss": step(ids, targets), **step.metrics}
             values |= {f"evaluated {name}": value for name, value in measured_there.items()}
             rows.append({name: value.cpu() for name, value in values.items()})
-        rows[-1]["captured"] = [engine.captured is not None for engine in step.engines]
+        rows[-1]["captured"] = [engine.captured is not None for engine in step.worker.engines]
         step.close()
         found[backend] = rows
     return found
@@ -653,7 +653,7 @@ def checkpointed(device: torch.device, backend: str = "cudagraph") -> dict[str, 
         step.load(folder / name, optimizer=post)
         found[name] = {"state": state(), "losses": three_losses(), "count": step.count}
     post.settle()
-    found["captured"] = {"engines": [engine.captured is not None for engine in step.engines]}
+    found["captured"] = {"engines": [engine.captured is not None for engine in step.worker.engines]}
     step.close()
     return found
 

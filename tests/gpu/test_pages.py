@@ -23,7 +23,7 @@ for _ in range(3):
     plain.backward()
     optimizer.step()
     optimizer.zero_grad()
-print(f"{type(step.launch).__name__} {float(loss):.6f} {float(plain):.6f}\\n", end="")
+print(f"{type(step.worker.launch).__name__} {float(loss):.6f} {float(plain):.6f}\\n", end="")
 """
 
 

@@ -157,7 +157,7 @@ def poisoned(ranks: int, steps: set[int], stage: int = 1, phase: str = "F", **op
         for runner in step.engine.runners:
             for call in runner.calls:
                 if call.phase.name == f"{phase}{stage}":
-                    spoil(call, lambda seed: step.count in steps and seed == rng.mix(step.seed_of_step(), 1))
+                    spoil(call, lambda seed: step.count in steps and seed == rng.mix(step.worker.seed_of_step(), 1))
 
     return train(problem, step, 4, prepare=patched, **options)
 

@@ -172,7 +172,7 @@ def slow_ranks(rank: int) -> dict[str, Any]:
         time.sleep(1.0)
     losses += [float(step.evaluate(*batch)), float(step.run_split(halves(batch))), float(step(*batch))]
     time.sleep(0.5)
-    ranks: Any = step.ranks
+    ranks: Any = step.worker.ranks
     told = ranks.channels.history.told
     step.close()
     return {"losses": losses, "refused": refused, "told": told}

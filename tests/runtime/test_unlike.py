@@ -106,7 +106,7 @@ def test_any_lengths_and_any_number(on_new_shape: str, loss_fn: Any) -> None:
     step = pipeline(model, loss_fn).run_local(on_new_shape=on_new_shape)
     for lengths in ([7, 2, 5, 9], [3], [5, 5, 5], [5, 5], [9, 2, 2, 7, 5, 9, 3]):
         assert_equal(step, model, loss_fn, rows_of(lengths))
-    mixing = step.engines.mixing
+    mixing = step.worker.engines.mixing
     assert mixing.forms.misses == 5  # of five lengths
     assert mixing.engines.misses == 4  # those of the example's shape and number run as they were compiled
     assert_equal(step, model, loss_fn, rows_of([7, 2, 5, 9], seed=50))
@@ -156,7 +156,7 @@ def test_a_limit_is_kept_by_every_order() -> None:
     step = pipeline(model, mean, mem_limit=limit, recompute="none").run_local(on_new_shape="symbolic")
     loss = step.run_split(rows_of(lengths))
     torch.testing.assert_close(loss, expected(model, mean, rows_of(lengths))[0], rtol=1e-5, atol=1e-6)
-    engine = list(step.engines.mixing.engines.kept.values())[-1]
+    engine = list(step.worker.engines.mixing.engines.kept.values())[-1]
     assert max(engine.held_bytes.values()) <= limit
     with pytest.raises(InputError, match="no order of these microbatches stays within mem_limit"):
         step.run_split(rows_of([400]))
@@ -181,7 +181,7 @@ def test_what_is_refused() -> None:
 @pytest.mark.slow
 def test_a_kept_step_keeps_its_forms() -> None:
     """Else a form of another shape might get the identity of one that is gone."""
-    mixing = pipeline(model_of(), mean).run_local(on_new_shape="symbolic").engines.mixing
+    mixing = pipeline(model_of(), mean).run_local(on_new_shape="symbolic").worker.engines.mixing
     call, request = rows_of([7])[0], Request(TRAINING, mixing.pipe.signature)
     mixing.batch([call], request)
     form = weakref.ref(next(iter(mixing.forms.kept.values())))
@@ -203,7 +203,7 @@ def test_given_costs_scale_those_of_other_shapes() -> None:
     costs = CostTable.chain([StageCost(2, 3, 5, saved_bytes=7)] * STAGES, comm_s=7)
     step = pipeline(model_of(), mean, costs=costs, schedule="1f1b").run_local(on_new_shape="symbolic")
     step.run_split(rows_of([LENGTH, 2 * LENGTH]))
-    served = list(step.engines.mixing.forms.kept.values())
+    served = list(step.worker.engines.mixing.forms.kept.values())
     first, other = (one.form.costs.stages[1] for one in served)
     assert (first.forward_s, first.backward_input_s, first.backward_weight_s) == (2, 3, 5)
     for name, base in (("forward_s", 2), ("backward_input_s", 3), ("backward_weight_s", 5)):

@@ -32,7 +32,7 @@ MAKERS = {
     ("zbfx/runtime/agreement.py", "first_difference"),
     ("zbfx/runtime/agreement.py", "refused"),
     ("zbfx/runtime/batch_checks.py", "difference"),
-    ("zbfx/runtime/step.py", "unsettled"),
+    ("zbfx/runtime/worker.py", "unsettled"),
     ("zbfx/runtime/verdict.py", "settle"),
     ("zbfx/selfcheck.py", "refusal"),
     ("zbfx/timing/simulate.py", "describe_deadlock"),

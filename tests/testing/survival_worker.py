@@ -78,7 +78,7 @@ def late(rank: int) -> dict[str, Any]:
         patch.setattr(seats, "MEETING", timedelta(seconds=2))
         with faults.injected(faults.Kill(), faults.action("F1.1"), rank=3, after=1):
             losses = [step(*batch(number, rank // 2)).item() for number in range(3)]
-    found = {"losses": losses, "generation": step.survival.generation if step.survival else 0}
+    found = {"losses": losses, "generation": step.worker.survival.generation if step.worker.survival else 0}
     step.close()
     return found
 
@@ -111,8 +111,8 @@ def after_a_death(rank: int) -> dict[str, Any]:
         for number in range(4):
             found["losses"].append(step(*batch(number, rank // 2)).item())
             found["refused"].append(refusal(lambda: step(torch.randn(1, WIDTH), torch.randn(1, WIDTH)))["type"])
-    assert step.survival is not None
-    found["held"] = len(step.survival.crew.joined)
+    assert step.worker.survival is not None
+    found["held"] = len(step.worker.survival.crew.joined)
     step.close()
     return found
 

@@ -121,7 +121,7 @@ def test_graphs_and_costs_are_those_of_a_trace_of_their_own(make: Callable[[int]
     growing = [torch.cat([tensor] * 2)[:, :4] for tensor in (*problem.inputs, *problem.targets)]
     keywords = {name: torch.cat([tensor] * 2)[:, :4] for name, tensor in problem.kwargs.items()}
     found, expected = (
-        steps[option].engines.engine_for(growing, keywords, 3, steps[option].engines.requests[0]).pipe
+        steps[option].worker.engines.engine_for(growing, keywords, 3, steps[option].worker.engines.requests[0]).pipe
         for option in steps
     )
     for one, other in zip(found.stages, expected.stages, strict=True):
@@ -147,8 +147,8 @@ def test_formulas_by_hand() -> None:
     problem = Problem(model, squares, (numbers(6, 5, WIDTH),))
     step = symbolic_step(problem, cuts=["2"])
     step(numbers(9, 7, WIDTH))
-    variants: Any = step.engines.variants
-    (template,) = variants.templates[step.engines.requests[0]]
+    variants: Any = step.worker.engines.variants
+    (template,) = variants.templates[step.worker.engines.requests[0]]
     r, n = template.sizes.symbols
     hidden = 8 * 8 * r * n
     first, second = template.formulas.stages

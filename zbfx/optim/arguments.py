@@ -58,7 +58,7 @@ def refuse_strangers(optimizer: torch.optim.Optimizer, step: Step) -> None:
             "PostValidated comes to its verdict among the ranks of one shard, and shards of a model need one verdict; "
             "found a mesh with the dimension 'tp'. Step the optimizer itself, after step.clip_grad_norm_(max_norm)"
         )
-    known = {id(tensor) for tensor in (*Trained.of(step).parameters.values(), *step.parameters())}
+    known = {id(tensor) for tensor in (*Trained.of(step.worker).parameters.values(), *step.parameters())}
     strange = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
     if strange:
         raise ZbfxError(

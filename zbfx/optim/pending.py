@@ -33,7 +33,7 @@ class Owner(Protocol):
     layout: Layout
     shares: list[Share]
     stream: torch.cuda.Stream | None
-    target: Any  # its step
+    target: Any  # the worker of its step
 
     @property
     def decides_on_device(self) -> bool: ...

@@ -73,42 +73,43 @@ class PostValidated(torch.optim.Optimizer):
         # Not Optimizer.__init__: groups, state and hooks are the wrapped optimizer's (see __getattr__).
         def checked() -> None:
             self.optimizer = checked_optimizer(optimizer, step)
-            self.target, self.sync = step, None if sync is None else true_or_false("sync", sync)
+            self.target, self.sync = step.worker, None if sync is None else true_or_false("sync", sync)
             self.rules = Rules.of(max_norm, check_finite)
             self.rollback = checked_rollback(rollback, self.optimizer)
             self.grad_scaler = arguments.checked_scaler(grad_scaler, check_finite, self.optimizer)
 
         asked = arguments.Asked(max_norm, check_finite, arguments.state_of(grad_scaler), rollback, sync)
-        arguments.checked_step(step).agreed("PostValidated", checked, compared(asked))
+        worker = arguments.checked_step(step).worker
+        worker.agreed("PostValidated", checked, compared(asked))
         self.readers = FinalReaders()
         self.pending: PendingStep | None = None
         self.unexplained: PendingStep | None = None  # skipped, and nobody has said why
         self.verdict: Verdict | None = None
         self.counts = Counts()
-        device = step.engine.pipe.device
-        in_turn = device.type != "cuda" or step.ranks.share_tensors  # one stream for all
+        device = worker.engine.pipe.device
+        in_turn = device.type != "cuda" or worker.ranks.share_tensors  # one stream for all
         self.stream = None if in_turn else torch.cuda.Stream(device)
         self.places: dict[tuple[str, ...], Tensor] = {}  # of parameters in the state, on the device
         self.undos: dict[int, Undo] = {}  # by rank
         self.inverses: dict[int, Arithmetic] = {}
-        pipe = step.engine.pipe
-        trained = Trained.of(step)
+        pipe = worker.engine.pipe
+        trained = Trained.of(worker)
         self.parameters, self.stages = trained.parameters, trained.stages
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         holders = self.holders = trained.holders
         names = [name for name in self.parameters if name in self.stages]
         self.layout = Layout.of(names, order_of_ranks(pipe.schedule, pipe.loss_rank), holders)
         self.shares = []
-        for runner in step.engine.runners:
+        for runner in worker.engine.runners:
             counted = [n for n in names if self.layout.counted_by[n] == runner.rank and id(self.parameters[n]) in held]
             own = [n for n in names if runner.rank in holders[n] and id(self.parameters[n]) in held]
-            stepped = counted if step.ranks.share_tensors else own
+            stepped = counted if worker.ranks.share_tensors else own
             self.shares.append(Share(runner.rank, tuple(stepped), tuple(counted)))
         self.seen: dict[int, list[Any]] = {share.rank: [] for share in self.shares} if check_finite else {}
         self.zero: bool | None = None  # whether the zero_grad that waits sets gradients to None
         self.waits = bool(sync)  # whether the step that is taken waits for all ranks
         self.runners: list[RankRunner] = []
-        step.attach(self, self.scale)
+        worker.attach(self, self.scale)
         if not sync:
             self.build_runners()
 

@@ -21,7 +21,7 @@ from zbfx._torch.tensors import foreach_norm
 from zbfx.arguments import positive_number, true_or_false
 from zbfx.compiled import Compiled
 from zbfx.program.messages import parameter_holders
-from zbfx.runtime.step import Step
+from zbfx.runtime.worker import Worker
 
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -45,21 +45,21 @@ class Trained:
     stages: Mapping[str, set[int]]
 
     @classmethod
-    def of(cls, step: Step) -> Trained:
-        pipe = step.engine.pipe
+    def of(cls, worker: Worker) -> Trained:
+        pipe = worker.engine.pipe
         stages: dict[str, set[int]] = {}
         for stage in pipe.stages:
             for phase in stage.phases.values():
                 for name in phase.gradients:
                     stages.setdefault(name, set()).add(stage.index)
-        if step.engine.shards is not None:
-            return cls.of_shards(step, pipe, stages)
+        if worker.engine.shards is not None:
+            return cls.of_shards(worker, pipe, stages)
         holders = parameter_holders(pipe.stages, pipe.placement)
-        return cls(step.tensors.named, holders, stages)
+        return cls(worker.tensors.named, holders, stages)
 
     @classmethod
-    def of_shards(cls, step: Step, pipe: Compiled, stages: Mapping[str, set[int]]) -> Trained:
-        runner = step.engine.runners[0]
+    def of_shards(cls, worker: Worker, pipe: Compiled, stages: Mapping[str, set[int]]) -> Trained:
+        runner = worker.engine.runners[0]
         assert runner.shards is not None, "of shards"
         parameters: dict[str, Tensor] = {}
         holders: dict[str, list[int]] = {}

@@ -28,6 +28,7 @@ from zbfx.runtime.ranks import AllHere, OneOfMany
 from zbfx.runtime.runner import Tensors
 from zbfx.runtime.step import Step
 from zbfx.runtime.survival import refuse_survival
+from zbfx.runtime.worker import Worker
 from zbfx.trace.guard import Source
 from zbfx.trace.tensor_parallel import groups_of, refuse_other_shards
 
@@ -40,7 +41,7 @@ def local_step(
     if weights is not None:
         fill(source, weights, engine.tensor_names, source.tensors.keys() - engine.tensor_names, pipe.device, seed)
     prepare(pipe, source, engine)
-    return Step(engine, replace(options, seed=seed), ranks, Launched(), source, variants)
+    return Step(Worker(engine, replace(options, seed=seed), ranks, Launched(), source, variants))
 
 
 def process_place(pipe: Compiled, source: Source, rank_or_mesh: int | DeviceMesh | None, options: BindOptions) -> Place:
@@ -102,10 +103,10 @@ def bound_step(
     channels.users = groups_of(source.named)
     engine.run_phases_by(compiler)
     launch = Captured() if pipe.options.runs.captures else Launched()
-    step = Step(engine, replace(options, seed=seed), ranks, launch, source, variants, compiler)
+    worker = Worker(engine, replace(options, seed=seed), ranks, launch, source, variants, compiler)
     if options.survive:
-        step.survive(channels)
-    return step
+        worker.survive(channels)
+    return Step(worker)
 
 
 def spare_names(source: Source, holders: Collection[str], rank: int) -> set[str]:

@@ -1,13 +1,13 @@
-"""A step's training state, to disk and back: `step.save` and `step.load`. In: a step and the objects of its training.
-Out: a checkpoint that steps of other ranks, cuts, replicas and `zero` can load, or a step that goes on from one."""
+"""A step's training state, to disk and back: `step.save` and `step.load`. In: a step's worker and the objects
+of its training. Out: a checkpoint that steps of other ranks, cuts, replicas and `zero` can load, or a step that goes on
+from one."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
@@ -20,51 +20,17 @@ from zbfx.checkpoint.optimizers import OptimizerLoad, merged_optimizers, optimiz
 from zbfx.checkpoint.parts import Boxes
 from zbfx.checkpoint.state import Checkpoint, State
 from zbfx.errors import ZbfxError, listed
+from zbfx.runtime.being_saved import Saved
 from zbfx.runtime.holding import Holding
-from zbfx.runtime.on_disk import Stepping, path_of
+from zbfx.runtime.on_disk import path_of
+from zbfx.runtime.worker import Worker
 
 FORMAT = 1  # of what a checkpoint holds beside tensors
 RESERVED = ("model", "replica")  # labels of what a step itself saves
 
 
-class Saved:
-    """A checkpoint on its way to the disk. `wait()` until it is whole, which gives its folder; raises `ZbfxError` if it
-    could not be written, and those before are as they were. `is_done`: there is nothing to wait for."""
-
-    def __init__(self, write: Callable[[], Path], *, aside: bool) -> None:
-        self.path: Path | None = None
-        self.error: Exception | None = None
-        self.thread = Thread(target=self.run, args=(write,), name="zbfx save") if aside else None
-        if self.thread is None:
-            self.path = write()
-        else:
-            self.thread.start()
-
-    def run(self, write: Callable[[], Path]) -> None:
-        try:
-            self.path = write()
-        except Exception as error:  # raised where it is waited for
-            self.error = error
-
-    @property
-    def is_done(self) -> bool:
-        return self.thread is None or not self.thread.is_alive()
-
-    def finish(self) -> None:
-        """Wait until nothing is written any more."""
-        if self.thread is not None:
-            self.thread.join()
-
-    def wait(self) -> Path:
-        self.finish()
-        if self.error is not None:
-            raise ZbfxError(str(self.error)) from self.error
-        assert self.path is not None, "written"
-        return self.path
-
-
 def save_step(
-    step: Stepping, folder: Any, keep: Any, is_async: Any, with_frozen: Any, objects: Mapping[str, Any]
+    worker: Worker, folder: Any, keep: Any, is_async: Any, with_frozen: Any, objects: Mapping[str, Any]
 ) -> Saved:
     def prepared() -> tuple[Holding, State, dict[str, Any]]:
         path_of(folder)
@@ -72,29 +38,29 @@ def save_step(
             whole_number("keep", keep, "how many checkpoints stay in the folder")
         true_or_false("async_", is_async)
         true_or_false("frozen", with_frozen)
-        refuse_left_out(step, objects)
-        holding = Holding.of(step.source, step.engine)
+        refuse_left_out(worker, objects)
+        holding = Holding.of(worker.source, worker.engine)
         return holding, *holding_state(holding, left_out(holding, with_frozen), with_states(objects))
 
-    end_saving(step)
+    end_saving(worker)
     asked = {"keep": keep, "async_": is_async, "frozen": with_frozen, "objects": kinds_of(objects)}
-    holding, state, plains = step.agreed("save", prepared, asked)
+    holding, state, plains = worker.agreed("save", prepared, asked)
 
     def gather(value: Any) -> list[Any]:
-        return step.guarded(lambda: step.ranks.everywhere(value))
+        return worker.guarded(lambda: worker.ranks.everywhere(value))
 
-    others = merged(step, objects, gather(plains)) | {"left_out": sorted(left_out(holding, with_frozen))}
+    others = merged(worker, objects, gather(plains)) | {"left_out": sorted(left_out(holding, with_frozen))}
     if is_async:
         state.tensors = {key: on_host(value) for key, value in state.tensors.items()}
-    plan = writing.plan_files(state.tensors, others, path_of(folder), step.count, keep, gather, holding.index)
-    aside = step.guarded(step.ranks.aside) if is_async else gather
-    step.saving = Saved(lambda: writing.write_files(plan, aside), aside=is_async)
-    return step.saving
+    plan = writing.plan_files(state.tensors, others, path_of(folder), worker.count, keep, gather, holding.index)
+    aside = worker.guarded(worker.ranks.aside) if is_async else gather
+    worker.saving = Saved(lambda: writing.write_files(plan, aside), aside=is_async)
+    return worker.saving
 
 
-def end_saving(step: Stepping) -> None:
+def end_saving(worker: Worker) -> None:
     """Wait for the last checkpoint. Raises `ZbfxError` if it could not be written."""
-    last, step.saving = step.saving, None
+    last, worker.saving = worker.saving, None
     if last is not None:
         last.wait()
 
@@ -113,9 +79,9 @@ def with_states(objects: Mapping[str, Any]) -> Mapping[str, Any]:
     return objects
 
 
-def refuse_left_out(step: Stepping, objects: Mapping[str, Any]) -> None:
+def refuse_left_out(worker: Worker, objects: Mapping[str, Any]) -> None:
     """Raise where the optimizer that runs with a step would be lost."""
-    if step.optimizer is not None and all(value is not step.optimizer for value in objects.values()):
+    if worker.optimizer is not None and all(value is not worker.optimizer for value in objects.values()):
         raise ZbfxError(
             "this step has an optimizer whose steps are validated afterwards, and it is not among what is saved or "
             "loaded: pass it by a name, as in step.save(folder, optimizer=optimizer)"
@@ -146,7 +112,7 @@ def holding_state(
     return state, plains
 
 
-def merged(step: Stepping, objects: Mapping[str, Any], everywhere: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merged(worker: Worker, objects: Mapping[str, Any], everywhere: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What of a checkpoint is no tensor, from what each process has."""
     optimizers, others = dict[str, Any](), dict[str, Any]()
     for label, value in objects.items():
@@ -157,8 +123,8 @@ def merged(step: Stepping, objects: Mapping[str, Any], everywhere: Sequence[Mapp
             others[label] = merged_objects(plains)
     return {
         "format": FORMAT,
-        "count": step.count,
-        "seed": step.options.seed,
+        "count": worker.count,
+        "seed": worker.options.seed,
         "processes": len(everywhere),
         "optimizers": optimizers,
         "objects": others,
@@ -172,25 +138,25 @@ def on_host(value: Tensor | Boxes) -> Tensor | Boxes:
     return value.to("cpu", copy=True)
 
 
-def load_step(step: Stepping, folder: Any, missing_ok: Any, objects: Mapping[str, Any]) -> Path | None:
+def load_step(worker: Worker, folder: Any, missing_ok: Any, objects: Mapping[str, Any]) -> Path | None:
     def found() -> tuple[Holding, Path | None]:
         true_or_false("missing_ok", missing_ok)
-        refuse_left_out(step, with_states(objects))
+        refuse_left_out(worker, with_states(objects))
         path = path_of(folder)
         is_missing = missing_ok and not distributed.is_distributed(path) and not folders.checkpoints(path)
-        return Holding.of(step.source, step.engine), None if is_missing else folders.newest(path)
+        return Holding.of(worker.source, worker.engine), None if is_missing else folders.newest(path)
 
-    end_saving(step)
+    end_saving(worker)
     asked = {"missing_ok": missing_ok, "objects": kinds_of(objects)}
-    holding, own = step.agreed("load", found, asked)
-    first = step.guarded(lambda: step.ranks.everywhere(None if own is None else own.name))[0]
+    holding, own = worker.agreed("load", found, asked)
+    first = worker.guarded(lambda: worker.ranks.everywhere(None if own is None else own.name))[0]
     if first is None:
         return None
     path = path_of(folder) if own is None or own == path_of(folder) else own.with_name(first)
-    stored, targets, loads = step.agreed("load (names)", lambda: plan_load(path, holding, objects), {})
-    step.agreed("load (values)", lambda: read_values(path, stored, targets, loads), {})
-    step.count = stored.plain["count"]
-    step.options = replace(step.options, seed=stored.plain["seed"])
+    stored, targets, loads = worker.agreed("load (names)", lambda: plan_load(path, holding, objects), {})
+    worker.agreed("load (values)", lambda: read_values(path, stored, targets, loads), {})
+    worker.count = stored.plain["count"]
+    worker.options = replace(worker.options, seed=stored.plain["seed"])
     return path
 
 
