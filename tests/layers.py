@@ -66,6 +66,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "selfcheck",
         "loaded",
         "pipeline",
+        "compiling",
         "zbfx",
     ),
     ("cli", "asked", "named_model", "measured_step", "playground", "__main__", "hf", "testing"),

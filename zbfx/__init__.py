@@ -21,10 +21,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from zbfx import optim, passes
+    from zbfx.compiling import compile
     from zbfx.gradient_check import Report, check
     from zbfx.loaded import load_plan
     from zbfx.metrics import Metric
-    from zbfx.pipeline import Pipeline, compile
+    from zbfx.pipeline import Pipeline
     from zbfx.user_pass import Pass
 
 __all__ = [
@@ -58,7 +59,7 @@ WITH_TORCH = {  # where each name comes from that brings torch; None: it is a mo
     "Metric": "zbfx.metrics",
     "Pass": "zbfx.user_pass",
     "Pipeline": "zbfx.pipeline",
-    "compile": "zbfx.pipeline",
+    "compile": "zbfx.compiling",
     "load_plan": "zbfx.loaded",
     "Report": "zbfx.gradient_check",
     "check": "zbfx.gradient_check",

@@ -123,7 +123,7 @@ def solve_asked(options: argparse.Namespace) -> Schedule:
 
 
 def compiled_model(options: argparse.Namespace) -> Any:
-    from zbfx.pipeline import compile
+    from zbfx.compiling import compile
 
     tell("compiling")
     return compile(**model_arguments(options))

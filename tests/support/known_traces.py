@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-import zbfx.pipeline
+import zbfx.compiling
 from zbfx.modes import Modes
 from zbfx.plans.identity import identity
 from zbfx.spelled import spelled
@@ -35,7 +35,7 @@ def trace_once(patch: pytest.MonkeyPatch, known: Known) -> None:
             known[key] = trace(model, loss_fn, *arguments, **options)
         return known[key]
 
-    patch.setattr(zbfx.pipeline, "trace", remembered)
+    patch.setattr(zbfx.compiling, "trace", remembered)
 
 
 def told(model: nn.Module, loss_fn: Any, arguments: Any, options: Any) -> str | None:

@@ -99,7 +99,7 @@ def one_trace(found: MutableMapping[nn.Module, Any] | None = None) -> Iterator[N
         return found[model]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zbfx.pipeline.trace", remembered)
+        patch.setattr("zbfx.compiling.trace", remembered)
         yield
 
 
