@@ -88,7 +88,7 @@ def is_optimized(module: nn.Module) -> bool:
 
 
 def optimized_again(module: Any, copy: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """What `torch.compile` made of a module, made of a copy of that module."""
+    """A compiled module again, around a copy of its original."""
     made: nn.Module = type(module)(copy(module._orig_mod), module.dynamo_ctx)
     return made
 

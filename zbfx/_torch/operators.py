@@ -1,4 +1,4 @@
-"""The operators that graphs are made of: which of them mean something to zbfx, what they take, and what they write.
+"""Operators of graphs: names for those that zbfx treats apart, the arguments that they take, and those that they write.
 
 with_effects, _linalg_check_errors  2.11.0, 2.13.0   operators in that graph that act beside their results
 aten._assert_async, _to_copy, ...   2.11.0, 2.13.0   other operators in that graph

@@ -1,4 +1,4 @@
-"""How a joint graph is captured: the tracer, what it is switched to, and what it says of inputs, outputs and nodes.
+"""Capturing a joint graph: the tracer, its settings, and its descriptions of inputs, outputs and nodes.
 
 aot_export_joint_with_descriptors   2.11.0, 2.13.0   joint forward and backward graph of a module
 descriptors.*                       2.11.0, 2.13.0   what each input and output of that graph is

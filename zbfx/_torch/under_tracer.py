@@ -1,4 +1,4 @@
-"""What code sees that the tracer runs: stand-ins for tensors, their writes, nodes and hooks of autograd.
+"""While code runs under the tracer: stand-ins for tensors, their writes, and nodes and hooks of autograd.
 
 Function._backward_cls              2.13.0           the class of the nodes that a custom Function makes
 _top_saved_tensors_default_hooks    2.13.0           the hooks through which saved tensors pass
@@ -39,7 +39,7 @@ def stand_ins() -> list[Tensor]:
 
 
 def unwrapped(tensor: Any) -> Any:
-    """The tensor under what torch.func (vmap, grad) wraps it in, which does not show in its type."""
+    """The tensor inside the wrappers of torch.func (vmap, grad), which do not show in its type."""
     while isinstance(tensor, Tensor) and is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor

@@ -1,4 +1,4 @@
-"""Why a model cannot be traced: what exceptions under the tracer mean.
+"""Why a model cannot be traced, read from exceptions that were raised under the tracer.
 
 DataDependentOutputException, ...   2.11.0, 2.13.0   what fake tensors raise where Python needs a value
 torch._subclasses.fake_tensor       2.11.0, 2.13.0   also the name of its logger

@@ -110,7 +110,7 @@ class Step:
 
     @property
     def engine(self) -> Engine:
-        """What runs batches of the shapes that were compiled for."""
+        """Runs batches of the shapes that were compiled for."""
         return self.worker.engine
 
     @property

@@ -44,7 +44,7 @@ ONE_HOST = "survive=True finds out by the system's table of processes who has en
 
 
 class Surviving(Protocol):
-    """What survival asks of a step."""
+    """What survival asks of the worker of a step."""
 
     ranks: Any
     engines: Engines
@@ -112,10 +112,10 @@ class Survivors(OneOfMany):
 
 
 class Survival:
-    """Runs training steps of a bound `step`, and goes on with fewer processes."""
+    """Runs training steps for the worker of a bound step, and goes on with fewer processes."""
 
-    def __init__(self, step: Surviving, channels: Channels) -> None:
-        self.step, self.channels, self.place = step, channels, channels.place
+    def __init__(self, worker: Surviving, channels: Channels) -> None:
+        self.worker, self.channels, self.place = worker, channels, channels.place
         self.generation = 0
         processes = channels.gather(process_here())
         hosts = {host for host, _ in processes}
@@ -128,8 +128,8 @@ class Survival:
 
     def train(self, take: Callable[[], Batch]) -> BatchResults:
         """The results of one training step. Raises `PipelineFault` where no process can take over."""
-        step, results, batch = self.step, None, None
-        before = snapshot(step.engine.parameters)
+        worker, results, batch = self.worker, None, None
+        before = snapshot(worker.engine.parameters)
         while True:
             try:
                 batch = batch or self.admitted(take)
@@ -147,7 +147,7 @@ class Survival:
                     assert results is not None, "as this process told the others"
                     return results
                 results = None
-                for name, parameter in step.engine.parameters.items():
+                for name, parameter in worker.engine.parameters.items():
                     kept = before[name]
                     parameter.grad = None if kept is None else kept.clone()
             except BaseException as error:
@@ -156,20 +156,20 @@ class Survival:
     def end(self, error: BaseException) -> NoReturn:
         """No further step can run; the others hear why."""
         self.crew.cut()
-        self.step.fail(error)
+        self.worker.fail(error)
         if not isinstance(error, Exception):
             raise error
-        raise PipelineFault(self.step.fault or str(error)) from error
+        raise PipelineFault(self.worker.fault or str(error)) from error
 
     def admitted(self, take: Callable[[], Batch]) -> Batch:
         """A batch that all have taken. Raises `InputError` for what all refuse."""
-        step = self.step
+        worker = self.worker
         try:
-            return step.ranks.admit(take)
+            return worker.ranks.admit(take)
         except PipelineFault:
             raise
         except Exception as error:
-            if not isinstance(error, InputError) or not step.ranks.all_refuse():
+            if not isinstance(error, InputError) or not worker.ranks.all_refuse():
                 self.end(error)
             raise
 
@@ -177,18 +177,18 @@ class Survival:
         """Raise `PipelineFault` unless all are at the same step, with batches of the same shapes. All do this in every
         attempt: one may have taken its batch before the last failed, and another not."""
         shapes = [tuple(tensor.shape) for row in rows for tensor in row]
-        if not self.crew.are_alike(zlib.crc32(repr((self.step.count, shapes)).encode())):
+        if not self.crew.are_alike(zlib.crc32(repr((self.worker.count, shapes)).encode())):
             raise PipelineFault(f"{SAME_CALLS}, with batches of the same shapes; found others")
 
     def computed(self, rows: Sequence[Sequence[Tensor]]) -> BatchResults:
         """What this process's own seat makes of its batch; meanwhile its adopted seats run, each in a thread."""
-        step, self.crew.tag = self.step, self.step.count & 0xFFFF
+        worker, self.crew.tag = self.worker, self.worker.count & 0xFFFF
         batches, errors = self.batches(rows), list[BaseException]()
         threads = [Thread(target=self.run, args=(adopted, batches[seat], errors)) for seat, adopted in self.adopted]
         for thread in threads:
             thread.start()
         try:
-            results = step.compute(step.engine, rows)
+            results = worker.compute(worker.engine, rows)
         except BaseException:
             self.crew.cut()
             raise
@@ -201,11 +201,11 @@ class Survival:
 
     def run(self, adopted: Engine, rows: Sequence[Sequence[Tensor]], errors: list[BaseException]) -> None:
         """What an adopted seat does in a step. Its sums of gradients end up in those of this process's own seat."""
-        step = self.step
+        worker = self.worker
         try:
-            with step.modes.fixed():
+            with worker.modes.fixed():
                 adopted.weigh(rows)
-                step.launch.run(adopted, rows, step.seed_of_step(), step.count, lambda: None)
+                worker.launch.run(adopted, rows, worker.seed_of_step(), worker.count, lambda: None)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)
             errors.append(error)
@@ -216,7 +216,7 @@ class Survival:
     def batches(self, rows: Sequence[Sequence[Tensor]]) -> Mapping[Seat, Sequence[Sequence[Tensor]]]:
         """The batches of the adopted seats that this process holds. It gives its own to those that need it."""
         crew, own = self.crew, dist.get_rank()
-        specs = self.step.engine.pipe.signature.tensors
+        specs = self.worker.engine.pipe.signature.tensors
         found: dict[Seat, list[list[Tensor]]] = {}
         on_way: list[tuple[Transfer, Tensor, Tensor | None]] = []
         who = "the batch of another replica, a process of which"
@@ -224,7 +224,7 @@ class Survival:
             keeper, host = crew.keeper(seat.replica), crew.seats[seat]
             if own not in (keeper, host):
                 continue
-            names, wire = inputs_of(self.step.engine.pipe, seat.rank), crew.wires[f"batch of {seat}"]
+            names, wire = inputs_of(self.worker.engine.pipe, seat.rank), crew.wires[f"batch of {seat}"]
             if own == host:
                 found[seat] = [[torch.empty_like(tensor) for tensor in row] for row in rows]
             for row in found.get(seat, rows):
@@ -246,11 +246,11 @@ class Survival:
         """Connect those that are left, after this process has waited for another in vain. Returns whether the step is
         over: all have computed all of it. Ends this pipeline, on all, where nobody has ended or nobody can take
         over."""
-        begun, step = time.monotonic(), self.step
+        begun, worker = time.monotonic(), self.worker
         for raised in (error, error.__cause__):
             if raised is not None:
                 traceback.clear_frames(raised.__traceback__)  # pending operations in their locals hold connections
-        step.drop()
+        worker.drop()
         for _, adopted in self.adopted:
             adopted.runners[0].transport.drop()
         self.crew.cut()
@@ -279,12 +279,12 @@ class Survival:
         if min(found) == dist.get_rank() and self.crew.adopted:
             again = "is over" if is_over else "runs again"
             after_s = time.monotonic() - begun
-            say(f"{'; '.join(self.replacements())}. Step {step.count + 1} {again}, after {after_s:.1f} s")
+            say(f"{'; '.join(self.replacements())}. Step {worker.count + 1} {again}, after {after_s:.1f} s")
         return is_over
 
     def decided(self, found: Mapping[int, Standing], error: PipelineFault) -> bool:
         """Whether the step of this process is over. Raises where another has left before it."""
-        number = self.step.count + 1
+        number = self.worker.count + 1
         here = [standing for standing in found.values() if standing.step == number]
         is_over = any(s.step > number for s in found.values()) or all(s.is_finished for s in here)
         if not is_over and any(standing.has_left for standing in found.values()):
@@ -300,13 +300,13 @@ class Survival:
 
     def leave(self) -> None:
         """This process makes no further step; others may still be at the end of its last."""
-        self.channels.history.store.set(f"{dist.get_rank()} trains no more", f"{self.step.count + 1} 0 0")
+        self.channels.history.store.set(f"{dist.get_rank()} trains no more", f"{self.worker.count + 1} 0 0")
 
     def meeting(self, error: PipelineFault, is_finished: bool, *, again: bool) -> dict[int, Standing]:
         """Who is left, or has left, and where each is. The same on all. Raises `error` where all are there, unless one
         of them asks to connect `again`."""
         store, stem, own = self.channels.history.store, f"generation {self.generation}", dist.get_rank()
-        store.set(f"{stem} at {own}", f"{self.step.count + 1} {int(is_finished)} {int(again)}")
+        store.set(f"{stem} at {own}", f"{self.worker.count + 1} {int(is_finished)} {int(again)}")
         before, deadline = set(self.crew.alive), time.monotonic() + self.channels.timeout.total_seconds()
         while True:
             gone = {process for process in before if is_gone(self.numbers[process])}
@@ -333,21 +333,21 @@ class Survival:
 
     def connect(self, left: Collection[int]) -> None:
         """The connections of those that are left, and engines for the seats that this process holds."""
-        step, place = self.step, self.place
-        pipe, seats = step.engine.pipe, seats_of(place.replicas, left)
+        worker, place = self.worker, self.place
+        pipe, seats = worker.engine.pipe, seats_of(place.replicas, left)
         self.crew = Crew(self.generation, place, seats, pipe.message_pairs, self.channels)
         own = Seat(place.replica, place.rank)
-        assert isinstance(step.ranks, OneOfMany), "bound"
-        first = step.ranks.first if isinstance(step.ranks, Survivors) else step.ranks
-        step.ranks = step.engines.ranks = Survivors(first, SeatChannels(self.crew, own), self.generation)
-        step.engines.replace_first(pipe)
+        assert isinstance(worker.ranks, OneOfMany), "bound"
+        first = worker.ranks.first if isinstance(worker.ranks, Survivors) else worker.ranks
+        worker.ranks = worker.engines.ranks = Survivors(first, SeatChannels(self.crew, own), self.generation)
+        worker.engines.replace_first(pipe)
         self.adopted = [(seat, self.adopt(seat)) for seat in self.crew.own if seat != own]
 
     def adopt(self, seat: Seat) -> Engine:
         """An engine for another replica's seat of this process's rank, on the parameters of this process. Gradients
         have memory of their own."""
-        step = self.step
-        pipe, tensors = step.engine.pipe, step.tensors
+        worker = self.worker
+        pipe, tensors = worker.engine.pipe, worker.tensors
         own = {name: shadow(tensor) for name, tensor in tensors.named.items()}
         engine = rank_engine(replace(pipe), Tensors(own, tensors.constants), SeatChannels(self.crew, seat))
         take_gradient_dtypes(pipe, engine)

@@ -91,7 +91,7 @@ class Worker:
 
     @property
     def engine(self) -> Engine:
-        """What runs batches of the shapes that were compiled for."""
+        """Runs batches of the shapes that were compiled for."""
         return self.engines.first
 
     @property
@@ -123,7 +123,7 @@ class Worker:
         self.ranks.begin(call, batch=batch)
 
     def agreed(self, call: str, work: Callable[[], T], arguments: Mapping[str, object]) -> T:
-        """Begin a call, and do `work` on every rank. What one refuses, all refuse, as they do arguments that differ."""
+        """Begin a call, and do `work` on every rank. If one rank refuses, or arguments differ, all ranks refuse."""
         self.begin(call)
         return self.ranks.agreed(call, work, arguments, self.guarded)
 

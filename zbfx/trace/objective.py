@@ -235,8 +235,8 @@ class Objective(nn.Module):
         self.written_late |= {name for name, (count, _) in now.items() if count != self.noted[name][0]}
 
     def keep_late_writes(self) -> None:
-        """At the end of a backward: what a part's backward has written into a buffer that the part found as it was
-        recomputed, the buffer gets. Raises `TraceError` if the backward has written the buffer itself too."""
+        """Called at the end of a backward, which has written into stand-ins for buffers in recomputed parts: copy those
+        into the buffers. Raises `TraceError` if it has written into one of these buffers itself, too."""
         self.note_late_writes()
         now, kept = self.writes(), dict[int, Tensor]()
         for name in sorted(self.written_late):

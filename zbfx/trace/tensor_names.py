@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-MODEL_PREFIX, LOSS_PREFIX = "model.", "loss_fn."  # of names in an `Objective`; the latter, of the pipeline's too
+MODEL_PREFIX, LOSS_PREFIX = "model.", "loss_fn."  # in an `Objective`; a loss module's have theirs in a pipeline, too
 
 
 def named_tensors(model: nn.Module, loss_fn: Any) -> dict[str, Tensor]:

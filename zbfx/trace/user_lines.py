@@ -1,4 +1,4 @@
-"""Which line of the user's, and which submodule, every traced node comes from, and what such a line must not do."""
+"""Notes in each traced node the user's line and the submodule that made it; refuses lines that no graph can hold."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def sent(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def carried(flow: Flow, value: fx.Node) -> str | None:
-    """What a node holds that belongs to no action: the name of a gradient, or of what passes along the chain."""
+    """The name of the gradient, or of the value of the chain, that a node holds. None: it holds neither."""
     if value.op == "call_module":
         return getattr(called_by(value), "name", None)
     if value.target is not operator.getitem:
@@ -119,7 +119,7 @@ def nodes_that(flow: Flow, function: object, key: str) -> list[fx.Node]:
 
 
 def names_in(node: fx.Node) -> tuple[str, ...]:
-    """What the bucket holds that a node begins to sum or to collect."""
+    """The names in the bucket whose sum or collection a node begins."""
     module = called_by(node.args[2])  # type: ignore[arg-type]
     assert isinstance(module, GradientBucket), "a bucket's tensor"
     return module.bucket.names

@@ -79,8 +79,8 @@ def transports_are_passed(flow: Flow) -> Problems:
 
 
 def messages_hold_their_values(flow: Flow) -> Problems:
-    """What an action sends are the values that the message names, of its microbatch. What is passed along the chain is
-    what came from the rank before, or what arises here."""
+    """An action sends the values that its message names, of its own microbatch. A message along the chain has values of
+    the message before, or values that arise here."""
     for key, (node, *_) in flow.messages.items():
         message = flow.program.messages[key]
         if node.target is ops.send and message.producer:
@@ -91,7 +91,7 @@ def messages_hold_their_values(flow: Flow) -> Problems:
 
 
 def messages_fit_their_phases(flow: Flow) -> Problems:
-    """What travels has the layout of what the phase makes that sends it, and of what the phase reads that gets it."""
+    """Values have the same layout in a message, in the phase that makes them, and in phases that read them."""
     ends = defaultdict[str, list[tuple[str, TensorLayout]]](list)
     for phase in {call.phase.name: call.phase for call in flow.calls}.values():
         for name, node in crossing(phase):
@@ -114,8 +114,8 @@ def unpacked(items: Iterable[Item]) -> Iterable[str]:
 
 
 def calls_get_their_arguments(flow: Flow) -> Problems:
-    """A call gets its microbatch, and the values and bundles that its module asks for: what its stage keeps, and the
-    rest of that microbatch."""
+    """A call gets its microbatch, and the values and bundles that its module asks for. Those that its stage keeps are
+    of no microbatch, all others are of the same one."""
     kept = {stage: flow.kept(stage) for stage in {call.action.stage for call in flow.calls}}
     for call in flow.calls:
         k, once = call.action.microbatch, kept[call.action.stage]

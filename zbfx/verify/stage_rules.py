@@ -158,7 +158,8 @@ def stages_are_numbered(stages: Stages) -> Problems:
 
 
 def values_are_made_once_and_read(stages: Stages) -> Problems:
-    """What a phase reads is made once, by the phase that its stage knows as the origin; what is made is read."""
+    """Each value that is read is made once, by the phase that its reader's stage knows as the origin. Each value
+    that is made is read."""
     read = {(name, *stage.origins[name]) for stage in stages for p in stage.phases.values() for name in p.values}
     return alike("the values", read, [(name, p.stage, p.kind) for p in phases_of(stages) for name in p.results])
 
