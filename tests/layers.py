@@ -371,7 +371,7 @@ RULES: Mapping[str, Callable[[Library], Iterator[Finding]]] = {
     "imports go down": against_the_order,
     "no circle of imports": circles,
     "rooms know no more than they need": too_much_known,
-    "private names of torch are in one file": private_names,
+    "private names of torch are in one room": private_names,
     "a name is defined once": defined_twice,
     "no behaviour by names": unexplained_comparisons,
 }
