@@ -25,6 +25,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "passes/prologue.py": ("node.op == 'call_function'", "node.op != 'call_function'", "IS_PLACED in node.meta"),
         "zbfx/_torch/tracing.py": ("node.meta.get('partitioner_tag') != 'is_forward'",),
         "zbfx/costs/estimate.py": ("node.op != 'call_function'", "'val' not in node.meta", "'val' in source.meta"),
+        "zbfx/costs/fused.py": ("node.op == 'call_function'", "'val' in node.meta", "'val' in source.meta"),
         "zbfx/costs/made_up.py": ("'val' not in node.meta", "node.op == 'call_function'"),
         "zbfx/costs/measure.py": ("node.op == 'call_function'", "'val' in node.meta"),
         "zbfx/memory/lifetimes.py": ("node.op == 'placeholder'", "node.op == 'call_function'", "node.op == 'output'"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.functional import cross_entropy
 
 from tests.support.models import Problem
 from tests.support.reference import compiled, traced
-from zbfx._torch.operators import LOG_SOFTMAX
+from zbfx._torch.operators import LOG_SOFTMAX, LOG_SOFTMAX_BACKWARD, aten
 from zbfx.graphs import Joint, Port, Role
 from zbfx.passes.open_softmax import open_softmax
 from zbfx.passes.recompute import Level
@@ -17,14 +21,14 @@ from zbfx.plan import Kind
 VOCABULARY, TOKENS = 96, 8
 
 
-def head(dtype: torch.dtype) -> Problem:
+def head(dtype: torch.dtype, cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy) -> Problem:
     """A head whose loss is computed in float32 at least."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(VOCABULARY, 4), nn.Linear(4, VOCABULARY)).to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(logits.to(wide), targets)
+        return cross_entropy(logits.to(wide), targets)
 
     ids, targets = torch.randint(VOCABULARY, (2, TOKENS))
     return Problem(model, loss, (ids,), (targets,))
@@ -35,13 +39,43 @@ def test_values_are_those_of_the_whole(dtype: torch.dtype) -> None:
     joint = traced(head(dtype))
     opened = open_softmax(joint)
     assert not opened.graph.find_nodes(op="call_function", target=LOG_SOFTMAX)
-    fakes = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
-    values = [
-        torch.randn(fake.shape).to(fake.dtype) if fake.is_floating_point() else torch.randint(VOCABULARY, fake.shape)
-        for fake in fakes
+    assert_alike(opened, joint, {torch.float64: 1e-13, torch.bfloat16: 1e-2}[dtype])
+
+
+def weighted(logits: Tensor, targets: Tensor) -> Tensor:
+    weight = torch.linspace(0.5, 2.0, VOCABULARY, dtype=logits.dtype)
+    return cross_entropy(logits, targets, weight, ignore_index=7)
+
+
+def of_rows(logits: Tensor, targets: Tensor) -> Tensor:
+    return (cross_entropy(logits, targets, reduction="none") * logits[:, 0]).mean()
+
+
+@pytest.mark.parametrize(
+    "loss", [partial(cross_entropy, ignore_index=7), partial(cross_entropy, reduction="sum"), of_rows, weighted]
+)
+def test_gradients_at_targets_need_no_sum_over_the_row(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    joint = traced(head(torch.float64, loss))
+    opened = open_softmax(joint)
+    assert joint.graph.find_nodes(op="call_function", target=LOG_SOFTMAX_BACKWARD)
+    for target in (LOG_SOFTMAX_BACKWARD, aten.nll_loss_backward.default):
+        assert not opened.graph.find_nodes(op="call_function", target=target)
+    sums = opened.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
+    assert [n for n in sums if n.args[0].meta["val"].shape[-1] == VOCABULARY and n.args[1] in ([1], [-1])] == [
+        n for n in sums if n.args[0].target is aten.exp.default
     ]
+    targets = torch.tensor([3, 7, 7, 0, VOCABULARY - 1, 5, 12, 7])
+    assert_alike(opened, joint, 1e-13, targets)
+
+
+def assert_alike(opened: Joint, joint: Joint, tolerance: float, targets: Tensor | None = None) -> None:
+    """Both graphs give the same for random numbers and tokens, or these targets."""
+    values = []
+    for node in joint.graph.find_nodes(op="placeholder"):
+        fake = node.meta["val"]
+        tokens = torch.randint(VOCABULARY, fake.shape) if targets is None else targets
+        values.append(torch.randn(fake.shape).to(fake.dtype) if fake.is_floating_point() else tokens)
     found, expected = (fx.Interpreter(fx.GraphModule({}, graph)).run(*values) for graph in (opened.graph, joint.graph))
-    tolerance = {torch.float64: 1e-13, torch.bfloat16: 1e-2}[dtype]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 

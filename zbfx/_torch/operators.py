@@ -50,6 +50,7 @@ UNCHECKED = {  # operators that reach memory which their arguments do not bound
     aten._unsafe_masked_index_put_accumulate,
 }
 LOG_SOFTMAX = aten._log_softmax.default
+LOG_SOFTMAX_BACKWARD = aten._log_softmax_backward_data.default
 CUDNN_ATTENTION = aten._scaled_dot_product_cudnn_attention.default
 CUDNN_ATTENTION_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
 NAMESPACES = ("aten", "prims", "zbfx")  # of the operators that compute from their arguments alone, torch's and ours

@@ -17,6 +17,7 @@ from zbfx.comm.together import exchange, from_rank
 from zbfx.costs import made_up
 from zbfx.costs.clock import WARM_S, call_s, captured, most_bytes, side_by_side, sustained_s
 from zbfx.costs.estimate import Costed, Hardware, estimate, hardware_of, node_s
+from zbfx.costs.fused import fused
 from zbfx.costs.links import measured_edges
 from zbfx.errors import ZbfxError, first_line
 from zbfx.graphs import CallBytes, Joint, Phase, Stage
@@ -34,13 +35,19 @@ TimedPart = tuple[int, str]  # a stage, and what of it is timed
 
 
 def node_timer(joint: Joint, options: Options) -> Callable[[fx.Node], float]:
-    """Seconds of a node of the joint graph: measured if the options ask for it, estimated otherwise."""
+    """Seconds of a node of the joint graph: measured if the options ask for it, estimated otherwise; in compiled phases
+    as one of a fused kernel."""
     hardware = hardware_of(options.device)
-    if not options.measures:
-        return lambda node: node_s(node, hardware)
-    with preserved_generators(options.device):
-        seconds = node_seconds(joint, hardware, options.device)
-    return lambda node: seconds.get(node.name, 0.0)
+    alone: Callable[[fx.Node], float] = partial(node_s, hardware=hardware)
+    if options.measures:
+        with preserved_generators(options.device):
+            measured = node_seconds(joint, hardware, options.device)
+        alone = partial(entry, measured)
+    return fused(joint, alone) if options.runs.compiles else alone
+
+
+def entry(seconds: Mapping[str, float], node: fx.Node) -> float:
+    return seconds.get(node.name, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
