@@ -23,10 +23,10 @@ from torch import fx
 from zbfx._torch.operators import CAST, LOG_SOFTMAX, LOG_SOFTMAX_BACKWARD, aten
 from zbfx.graphs import Joint, copy_graph
 
-Made = Callable[..., fx.Node]  # a call of an operator, in front of a node
+CallBefore = Callable[..., fx.Node]  # of an operator, in front of a node
 
 
-class Reduction(IntEnum):
+class RowReduction(IntEnum):
     """Of a loss over its rows, as operators have it."""
 
     NONE = 0
@@ -49,7 +49,7 @@ def open_softmax(joint: Joint) -> Joint:
     return replace(joint, graph=graph)
 
 
-def logarithm(node: fx.Node, call: Made) -> fx.Node:
+def logarithm(node: fx.Node, call: CallBefore) -> fx.Node:
     """The logarithm of a softmax in parts."""
     logits, dim, _ = cast(tuple[Any, ...], node.args)
     dtype = node.meta["val"].dtype
@@ -73,13 +73,13 @@ def is_of_cross_entropy(node: fx.Node) -> bool:
     return value.dim() == 2 and dim in (1, -1) and isinstance(value.shape[1], int) and is_wide
 
 
-def gradient_of_logits(node: fx.Node, call: Made) -> fx.Node:
+def gradient_of_logits(node: fx.Node, call: CallBefore) -> fx.Node:
     """softmax * row less `row` at the target, where `row` is the gradient of the row's loss, 0 if that is ignored."""
     gradient, logarithms, *_ = cast(tuple[Any, ...], node.args)
     row, _, targets, weight, reduction, ignored, total = gradient.args
-    if reduction == Reduction.MEAN:
+    if reduction == RowReduction.MEAN:
         row = call(aten.div.Tensor, row, total)
-    elif reduction == Reduction.NONE:
+    elif reduction == RowReduction.NONE:
         row = call(aten.unsqueeze.default, row, 1)
     target = call(aten.unsqueeze.default, targets, 1)
     is_counted = call(aten.ne.Scalar, target, ignored)

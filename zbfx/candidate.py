@@ -4,17 +4,16 @@ A search (`zbfx.fit`) proposes choices and compares candidates. Steps that candi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
-
-from torch import fx
 
 from zbfx.between import divided, extracted, followed
 from zbfx.comm.together import from_rank
 from zbfx.compiled import Compiled, Traced
 from zbfx.costs.clock import SHORT_WARM_S, WARM_S
 from zbfx.costs.estimate import Costed, hardware_of
+from zbfx.costs.fused import Seconds
 from zbfx.costs.measure import cost_table, node_timer
 from zbfx.graphs import Placed, Split, Stage
 from zbfx.memo import Memo
@@ -34,7 +33,6 @@ CANDIDATE_S = 0.5  # for planning under one cap of several
 ROUNDS = 1  # of search; these end before the time does on all but large problems, and take the same way every time
 
 Levels = tuple[Level, ...]  # one per stage
-Seconds = Callable[[fx.Node], float]
 
 
 class Staged(NamedTuple):

@@ -35,7 +35,7 @@ def memory_share(node: fx.Node) -> float:
     inside = sum(
         value_bytes(source) for source in read if is_fused(source) and is_backward(source) == is_backward(node)
     )
-    if all(map(is_fused, readers(node))):
+    if all(map(is_fused, readers_of_value(node))):
         inside += written
     return 1.0 - inside / every if every else 1.0
 
@@ -44,10 +44,10 @@ def is_backward(node: fx.Node) -> bool:
     return bool(node.meta.get("is_backward"))
 
 
-def readers(node: fx.Node) -> Iterator[fx.Node]:
+def readers_of_value(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes that read a node's value, or a view of it."""
     for user in node.users:
         if is_view(user):
-            yield from readers(user)
+            yield from readers_of_value(user)
         else:
             yield user

@@ -42,11 +42,11 @@ def node_timer(joint: Joint, options: Options) -> Callable[[fx.Node], float]:
     if options.measures:
         with preserved_generators(options.device):
             measured = node_seconds(joint, hardware, options.device)
-        alone = partial(entry, measured)
+        alone = partial(seconds_of, measured)
     return fused(joint, alone) if options.runs.compiles else alone
 
 
-def entry(seconds: Mapping[str, float], node: fx.Node) -> float:
+def seconds_of(seconds: Mapping[str, float], node: fx.Node) -> float:
     return seconds.get(node.name, 0.0)
 
 
