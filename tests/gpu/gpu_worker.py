@@ -408,7 +408,7 @@ def loading(device: torch.device) -> dict[str, list[Tensor]]:
         for call in {id(call.phase): call for call in step.engine.runners[0].calls}.values():
             call.run = waits_once(call.run)
         inner = torch.optim.SGD(step.parameters(), lr=0.0)
-        optimizer = zbfx.optim.PostValidated(inner, step, max_norm=1e-3)
+        optimizer = zbfx.optim.PostValidated(inner, step, max_norm=1e-3, sync=False)
         with WaitsForTheDevice() if backend != "inductor" else nullcontext():
             losses = found[f"{schedule} {backend}"] = []
             for count in range(4):

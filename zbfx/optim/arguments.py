@@ -4,7 +4,7 @@ In: a user's arguments. Out: the same arguments, or a `ZbfxError` that names the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from zbfx._torch.tensors import gradient_dtype
 from zbfx.arguments import kind_of
 from zbfx.errors import ZbfxError, listed
+from zbfx.optim.several import Several
 from zbfx.optim.state import Trained
 from zbfx.runtime.step import Step
 
@@ -35,6 +36,19 @@ def checked_step(step: Any) -> Step:
             f"found {type(step).__name__}"
         )
     return step
+
+
+def checked_optimizer(given: Any, step: Step, wrapper: type) -> torch.optim.Optimizer:
+    """The optimizer that was given, or several as one. None of them is a `wrapper`."""
+    optimizers = list(given) if isinstance(given, Sequence) and given else [given]
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, wrapper):
+            raise ZbfxError(
+                f"PostValidated wraps an optimizer of torch, or a list of them; found {type(optimizer).__name__}"
+            )
+        refuse_closures(optimizer)
+        refuse_strangers(optimizer, step)
+    return optimizers[0] if optimizers[0] is given else Several(optimizers)
 
 
 def refuse_closures(optimizer: torch.optim.Optimizer) -> None:

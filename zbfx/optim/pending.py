@@ -36,6 +36,10 @@ class Owner(Protocol):
     target: Any  # the worker of its step
 
     @property
+    def is_fused(self) -> bool: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
     def decides_on_device(self) -> bool: ...
 
     def way_back(self, rank: int, groups: list[dict[str, Any]], parameters: Sequence[Tensor]) -> Undo | Arithmetic: ...
@@ -115,14 +119,7 @@ class PendingStep:
         parameters = [owner.parameters[name] for name in share.names if self.gradients[name] is not None]
         self.ways[share.rank] = owner.way_back(share.rank, self.groups, parameters)
         self.ways[share.rank].save(owner.optimizer, parameters)
-        if leave_out is None:
-            self.take(share.names)
-            return
-        owner.optimizer.found_inf = leave_out  # type: ignore[attr-defined]  # what fused optimizers read
-        try:
-            self.take(share.names)
-        finally:
-            del owner.optimizer.found_inf  # type: ignore[attr-defined]
+        self.take(share.names, leave_out=leave_out)
 
     def roll_back(self, share: Share) -> None:
         owner = self.owner
@@ -140,18 +137,27 @@ class PendingStep:
         """What the verdict says, for these parameters."""
         if verdict.skipped:
             return
-        if verdict.factor != 1.0:
+        if verdict.factor == 1.0:
+            self.take(names)
+        elif self.owner.is_fused:
+            self.take(names, factor=torch.tensor(verdict.factor, dtype=torch.float64, device=self.owner.device))
+        else:
             for name in names:
                 gradient = self.gradients[name]
                 if gradient is not None:
                     gradient.mul_(verdict.factor)
-        self.take(names)
+            self.take(names)
 
-    def take(self, names: Collection[str]) -> None:
-        """Step the wrapped optimizer for these parameters alone, under the hyperparameters of this step."""
+    def take(self, names: Collection[str], factor: Tensor | None = None, leave_out: Tensor | None = None) -> None:
+        """Step the wrapped optimizer for these parameters alone, under the hyperparameters of this step. A fused one
+        multiplies gradients by `factor`, and leaves the step out where `leave_out` is 1."""
         owner = self.owner
         own = {id(owner.parameters[name]): self.gradients[name] for name in names}
-        with gradients_set(owner.optimizer, own), hyperparameters_set(owner.optimizer, self.groups):
+        with (
+            gradients_set(owner.optimizer, own),
+            hyperparameters_set(owner.optimizer, self.groups),
+            fused_arguments(owner.optimizer, factor, leave_out),
+        ):
             owner.optimizer.step()
 
 
@@ -184,6 +190,24 @@ def hyperparameters_set(optimizer: torch.optim.Optimizer, groups: list[dict[str,
     finally:
         for group, values in zip(optimizer.param_groups, now, strict=True):
             group.update(values)
+
+
+@contextmanager
+def fused_arguments(
+    optimizer: torch.optim.Optimizer, factor: Tensor | None, leave_out: Tensor | None
+) -> Iterator[None]:
+    """Inside, a fused optimizer finds what it divides gradients by, and whether it leaves the step out, where torch's
+    `GradScaler` puts them."""
+    given = {"grad_scale": None if factor is None else (1.0 / factor).float(), "found_inf": leave_out}
+    for name, value in given.items():
+        if value is not None:
+            setattr(optimizer, name, value)
+    try:
+        yield
+    finally:
+        for name, value in given.items():
+            if value is not None:
+                delattr(optimizer, name)
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from zbfx.optim import arguments
 from zbfx.optim.consecutive import OptimizerPlan, estimated, planned
 from zbfx.optim.final import FinalReaders, OnFinal
 from zbfx.optim.inverse import Arithmetic, Rollback, checked_rollback, obstacle_of
+from zbfx.optim.on_device import Ruling, clips_on_device
 from zbfx.optim.pending import PendingStep, hyperparameters, read, taken
-from zbfx.optim.several import Several
 from zbfx.optim.state import Act, Counts, Layout, Rules, Share, Trained, Verdict, gradient_norms
 from zbfx.optim.undo import Undo
 from zbfx.program.chain import Chain, order_of_ranks
@@ -27,8 +27,6 @@ from zbfx.program.messages import messages_of
 from zbfx.runtime.engine import take_turns
 from zbfx.runtime.runner import RankRunner
 from zbfx.runtime.step import Step
-
-WITH_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 class PostValidated(torch.optim.Optimizer):
@@ -53,7 +51,9 @@ class PostValidated(torch.optim.Optimizer):
                  is full, on the host), "arithmetic" (the inverse of the step, in place, up to rounding); None: exact
                  while memory allows it
     sync         True: wait for all ranks in `step()` instead, as a barrier does. False: never. None: in a step after
-                 one that was clipped or skipped, for it will most likely be wrong, too, and its way back takes longer
+                 one that was clipped or skipped, for it will most likely be wrong, too, and its way back takes longer.
+                 A fused SGD, Adam or AdamW waits on the device alone: this process goes on to the next step, and reads
+                 there what became of the last one
 
     `verdict` is that of the last settled step, `counts` adds them up, `print(opt.plan())` says what a step takes with a
     barrier and without, and what the way back costs. Raises `ZbfxError` for arguments of other kinds, optimizers that
@@ -72,7 +72,7 @@ class PostValidated(torch.optim.Optimizer):
     ) -> None:
         # Not Optimizer.__init__: groups, state and hooks are the wrapped optimizer's (see __getattr__).
         def checked() -> None:
-            self.optimizer = checked_optimizer(optimizer, step)
+            self.optimizer = arguments.checked_optimizer(optimizer, step, PostValidated)
             self.target, self.sync = step.worker, None if sync is None else true_or_false("sync", sync)
             self.rules = Rules.of(max_norm, check_finite)
             self.rollback = checked_rollback(rollback, self.optimizer)
@@ -83,6 +83,7 @@ class PostValidated(torch.optim.Optimizer):
         worker.agreed("PostValidated", checked, compared(asked))
         self.readers = FinalReaders()
         self.pending: PendingStep | None = None
+        self.unread: tuple[PendingStep, Ruling] | None = None  # final on the device
         self.unexplained: PendingStep | None = None  # skipped, and nobody has said why
         self.verdict: Verdict | None = None
         self.counts = Counts()
@@ -182,11 +183,15 @@ class PostValidated(torch.optim.Optimizer):
         seen = {rank: taken(watched) for rank, watched in self.seen.items()}
         self.pending = PendingStep(self, gradients, hyperparameters(self.optimizer), seen)
         self.waits = self.sync or (self.sync is None and self.verdict is not None and not self.verdict.is_clean)
+        is_alone = len(self.layout.chain) == 1
+        if (self.waits or is_alone) and self.is_fused and self.grad_scaler is None:
+            self.target.guarded(self.step_on_device)
+            return
         if self.waits:
             self.target.guarded(self.wait_and_step)
         else:
             self.target.guarded(self.pass_on_and_step)
-            if len(self.layout.chain) == 1:
+            if is_alone:
                 self.pending.judge(self.pending.own_verdict())
                 self.pending.correct()
         self.explain()
@@ -200,12 +205,32 @@ class PostValidated(torch.optim.Optimizer):
     def wait_and_step(self) -> None:
         """Wait for the state of all ranks, as a barrier does, and step."""
         assert self.pending is not None, "step has begun"
+        self.pending.judge(self.summed_state())
+        self.pending.correct()
+
+    def step_on_device(self) -> None:
+        """Step once the state of all ranks is on the device. This process waits for neither, and reads later what
+        became of the step."""
+        assert self.pending is not None, "step has begun"
+        ruling = Ruling(self.rules, self.layout, self.summed_state())
+        for share in self.shares:
+            self.pending.take(share.names, ruling.factor, ruling.skipped)
+        self.unread, self.pending = (self.pending, ruling), None
+
+    def read_ruling(self) -> None:
+        """Learn what became of a step that was final on the device."""
+        if self.unread is not None:
+            (self.pending, ruling), self.unread = self.unread, None
+            self.pending.verdict = ruling.verdict
+            self.settled(self.pending.verdict, rolled_back=False)
+
+    def summed_state(self) -> Tensor:
+        """The state of all ranks, on each."""
         state = self.empty_state()
         for share in self.shares:
             self.count(share, state)
         self.target.ranks.add_up(state)
-        self.pending.judge(state)
-        self.pending.correct()
+        return state
 
     def empty_state(self) -> Tensor:
         return torch.zeros(self.layout.size, dtype=torch.float64, device=self.target.engine.pipe.device)
@@ -242,8 +267,16 @@ class PostValidated(torch.optim.Optimizer):
     def decides_on_device(self) -> bool:
         """Whether the device leaves out early steps that would be wrong, as fused optimizers let it. Otherwise this
         process does, and has to wait for the gradients to read their norms."""
-        fused = all(group.get("fused") for group in self.optimizer.param_groups)
-        return fused and type(self.optimizer) in WITH_FUSED and len(self.layout.chain) > 1 and not self.waits
+        return self.is_fused and len(self.layout.chain) > 1 and not self.waits
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the optimizer takes from tensors what gradients are divided by, and whether to leave a step out."""
+        return clips_on_device(self.optimizer)
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.engine.pipe.device
 
     def early_act(self, rank: int, partial: Verdict) -> Act:
         """What a rank does on a partial state: a norm that is too large already, or not finite, makes a step wrong."""
@@ -287,13 +320,16 @@ class PostValidated(torch.optim.Optimizer):
     @torch.no_grad()
     def settle(self) -> None:
         """Learn the verdict on the last step and correct it, if that has not happened yet; every rank calls it."""
-        if self.pending is not None:
+        if self.pending is not None or self.unread is not None:
             with self.target.alone():
                 self.target.begin("optimizer.settle")
                 self.learn()
 
     def learn(self) -> None:
         """Settle within another call."""
+        if self.pending is None:
+            self.explain()
+            return
         engine = self.target.engine
         for runner in engine.runners:
             runner.follow(self.pending, runner.watched)
@@ -309,6 +345,7 @@ class PostValidated(torch.optim.Optimizer):
     def explain(self) -> None:
         """Find where a skipped step went wrong. Ranks wait for each other in this, and so it comes last: devices of
         others may wait for all that this rank has yet to launch, such as the rest of a step whose forwards have run."""
+        self.read_ruling()
         skipped, self.unexplained = self.unexplained, None
         if skipped is not None:
             self.verdict = self.target.guarded(skipped.explained)
@@ -382,16 +419,3 @@ class PostValidated(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ZbfxError("add groups to the optimizer before PostValidated wraps it")
-
-
-def checked_optimizer(given: Any, step: Step) -> torch.optim.Optimizer:
-    """The optimizer that was given, or several as one."""
-    optimizers = list(given) if isinstance(given, Sequence) and given else [given]
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, PostValidated):
-            raise ZbfxError(
-                f"PostValidated wraps an optimizer of torch, or a list of them; found {type(optimizer).__name__}"
-            )
-        arguments.refuse_closures(optimizer)
-        arguments.refuse_strangers(optimizer, step)
-    return optimizers[0] if optimizers[0] is given else Several(optimizers)

@@ -177,14 +177,23 @@ class Rules:
         return Verdict(norm, 1.0 if ratio >= 1.0 else ratio, self.check_finite and bool(bad), bad, acts)
 
     def is_clean(self, norms: Tensor) -> Tensor:
-        """A float64 scalar, found on the device: 1 where a step may go ahead, else 0. The norm of `judge` may differ in
-        its last bit, and so may the verdict: the state says what the rank did."""
-        clean = torch.ones((), dtype=torch.bool, device=norms.device)
-        if self.max_norm is not None:
-            clean &= self.max_norm / (norms.square().sum().sqrt() + CLIP_EPSILON) >= 1.0
-        if self.check_finite:
-            clean &= norms.isfinite().all()
-        return clean.double()
+        """A float64 scalar, found on the device: 1 where a step may go ahead as it is, else 0. The norm of `judge` may
+        differ in its last bit, and so may the verdict: the state says what the rank did."""
+        return (self.factor(self.norm(norms)) == 1.0).double() * self.is_finite(norms)
+
+    def norm(self, norms: Tensor) -> Tensor:
+        """The norm of all gradients, found on the device."""
+        return norms.square().sum().sqrt()
+
+    def factor(self, norm: Tensor) -> Tensor:
+        """What gradients of such a norm are multiplied by, found on the device. A norm that is not finite: 0 or NaN."""
+        if self.max_norm is None:
+            return torch.ones_like(norm)
+        return (self.max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
+
+    def is_finite(self, norms: Tensor) -> Tensor:
+        """A float64 scalar, found on the device: 0 where a step is skipped, else 1."""
+        return norms.isfinite().all().double() if self.check_finite else torch.ones_like(norms[:1]).sum()
 
 
 def gradient_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
