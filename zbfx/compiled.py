@@ -19,7 +19,8 @@ from torch import Tensor
 from zbfx.errors import ZbfxError, listed
 from zbfx.graphs import Forms, Joint, Phase, Stage
 from zbfx.memo import Memo
-from zbfx.memory.predict import RankMemory, predict
+from zbfx.memory.lifetimes import lifetimes
+from zbfx.memory.predict import RankMemory, Rows, predict, rank_memory
 from zbfx.options import Options
 from zbfx.passes.recompute import Level
 from zbfx.plan import CostTable, Kind
@@ -221,6 +222,18 @@ class Mixed(Compiled):
 
     def program(self, rank: int) -> Program:
         return rank_program(self.whole, rank, self.reductions[rank] if self.reductions else None)
+
+    @property
+    def rows(self) -> list[Rows]:
+        """How many microbatches there are of each form."""
+        return [Rows(form.joint, form.signature, self.of.count(k)) for k, form in enumerate(self.members)]
+
+    @cached_property
+    def memory(self) -> tuple[RankMemory, ...]:
+        memo = Memo()
+        return tuple(
+            rank_memory(one, self.rows, self.options, lambda *phase: memo(lifetimes, *phase)) for one in self.programs
+        )
 
     def stage_of(self, phase: Phase) -> Stage:
         own = (form.stages[phase.stage] for form in self.members)

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import zbfx
 from benchmarks.gpt import GPT, GPTConfig
 from benchmarks.rows import git_commit
-from zbfx.memory.predict import RankMemory, Rows, rank_memory
+from zbfx.memory.predict import RankMemory, rank_memory
 from zbfx.program.boxed import boxed
 from zbfx.runtime.mixing import Mixing, Served
 from zbfx.runtime.ranks import AllHere
@@ -91,11 +91,10 @@ def program_and_memory(
     distinct = list({id(one): one for one in of}.values())
     places = tuple(next(k for k, one in enumerate(distinct) if one is other) for other in of)
     mixed = mixing.mixed([one.form for one in distinct], places, plan, request)
-    batch = [Rows(one.form.joint, one.form.signature, places.count(k)) for k, one in enumerate(distinct)]
     served_by = {phase: one for one in distinct for phase in one.phases}
     return rank_memory(
         mixed.program(rank),
-        batch,
+        mixed.rows,
         mixing.pipe.options,
         lambda phase, granule: served_by[id(phase)].lifetimes(phase, granule),
     )

@@ -158,9 +158,32 @@ def test_a_limit_is_kept_by_every_order() -> None:
     torch.testing.assert_close(loss, expected(model, mean, rows_of(lengths))[0], rtol=1e-5, atol=1e-6)
     engine = list(step.worker.engines.mixing.engines.kept.values())[-1]
     assert max(engine.held_bytes.values()) <= limit
+    assert engine.held_bytes == {memory.rank: memory.peak_bytes for memory in engine.pipe.memory}
     with pytest.raises(InputError, match="no order of these microbatches stays within mem_limit"):
         step.run_split(rows_of([400]))
     step.run_split(rows_of(lengths))
+
+
+def test_a_multiple_counts_the_microbatches_of_the_step() -> None:
+    """What 1F1B would hold of these, not of the example's: else long ones run one after the other."""
+    model, lengths = model_of(), [30, 28, 31, 27, 30, 29]
+    plans, held = [], []
+    for limit in (None, "2x", "1x"):
+        step = pipeline(model, mean, mem_limit=limit, recompute="none", schedule="1f1b").run_local(
+            on_new_shape="symbolic"
+        )
+        step.run_split(rows_of(lengths))
+        (mixed,) = (pipe for pipe in step.pipelines if isinstance(pipe, Mixed))
+        plans.append(mixed.schedule)
+        held.append([memory.peak_bytes for memory in mixed.memory])
+    saved = sorted(max(float(stage.saved_bytes) for stage in form.costs.stages) for form in mixed.members)
+    static = [float(stage.static_bytes) for stage in plans[0].costs.stages]
+    for multiple, schedule in ((2.0, plans[1]), (1.0, plans[2])):
+        allowed = multiple * sum(saved[-STAGES:])
+        assert max(peak - own for peak, own in zip(schedule.peak_bytes, static, strict=True)) <= allowed * (1 + 1e-9)
+    assert plans[1].iteration_s < 1.01 * plans[0].iteration_s
+    assert plans[2].iteration_s < 1.5 * plans[0].iteration_s
+    assert sum(held[2]) < sum(held[1]) <= sum(held[0])
 
 
 def test_what_is_refused() -> None:

@@ -21,11 +21,18 @@ from zbfx.compiled import Compiled, Form, Mixed
 from zbfx.errors import InputError, ZbfxError
 from zbfx.graphs import Phase
 from zbfx.memory.lifetimes import Lifetimes, lifetimes
-from zbfx.memory.predict import Rows, rank_memory
+from zbfx.memory.predict import rank_memory
 from zbfx.program.boxed import Boxed
 from zbfx.runtime.engine import Batch, Engine
 from zbfx.runtime.ranks import Ranks
-from zbfx.schedule.unlike import Unlike, UnlikePlan, activation_limits, plan_one_by_one, plan_unlike
+from zbfx.schedule.unlike import (
+    Unlike,
+    UnlikePlan,
+    activation_limits,
+    limits_of_multiple,
+    plan_one_by_one,
+    plan_unlike,
+)
 from zbfx.trace.loss import Reduction
 from zbfx.trace.signature import Signature
 from zbfx.trace.wanted import Request
@@ -253,18 +260,19 @@ class Mixing:
             runner.pace = None  # its actions are unlike
         engine.share(first)
         if self.pipe.options.limits_bytes and request.wanted.trains:
-            pairs = [(one.form, of.count(k)) for k, one in enumerate(distinct)]
-            batch = [Rows(form.joint, form.signature, count) for form, count in pairs]
             lives = lambda phase, granule: served_by[id(phase)].lifetimes(phase, granule)  # noqa: E731
-            found = [rank_memory(runner.program, batch, self.pipe.options, lives) for runner in engine.runners]
+            found = [rank_memory(runner.program, mixed.rows, self.pipe.options, lives) for runner in engine.runners]
             engine.held_bytes = {memory.rank: memory.peak_bytes for memory in found}
         return engine
 
     def plan(
         self, served: Sequence[Served], request: Request, limits: tuple[float, ...] | None, one_by_one: bool
     ) -> UnlikePlan:
-        tables = tuple(one.form.costs for one in served)
-        problem = Unlike(tables, activation_limits(tables, limits))
+        tables, multiple = tuple(one.form.costs for one in served), self.pipe.options.multiple
+        by_multiple = multiple is not None and request.wanted.trains
+        problem = Unlike(
+            tables, limits_of_multiple(tables, multiple or 0.0) if by_multiple else activation_limits(tables, limits)
+        )
         written = {name for stage in served[0].form.stages for p in stage.phases.values() for name in p.updates}
         if one_by_one:
             return plan_one_by_one(problem)
@@ -294,8 +302,8 @@ class Mixing:
         return made.chained(ranks, state_size)
 
     def limits(self, request: Request) -> tuple[float, ...] | None:
-        """Bytes that ranks may hold in all."""
-        found = self.pipe.schedule.mem_limit
+        """Bytes that ranks may hold in all; None where `mem_limit` is a multiple, of what other microbatches need."""
+        found = self.pipe.schedule.mem_limit if self.pipe.options.limits_bytes else None
         return None if found is None or not request.wanted.trains else tuple(map(float, found))
 
 

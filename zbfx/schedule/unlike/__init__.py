@@ -4,7 +4,7 @@ In: a cost table for each microbatch, what ranks may hold. Out: `UnlikePlan`.
 Called by the runtime, before each step of such microbatches.
 """
 
-from zbfx.schedule.unlike.problem import Unlike, activation_limits
+from zbfx.schedule.unlike.problem import Unlike, activation_limits, limits_of_multiple
 from zbfx.schedule.unlike.search import UnlikePlan, plan_one_by_one, plan_unlike
 
-__all__ = ["Unlike", "UnlikePlan", "activation_limits", "plan_one_by_one", "plan_unlike"]
+__all__ = ["Unlike", "UnlikePlan", "activation_limits", "limits_of_multiple", "plan_one_by_one", "plan_unlike"]

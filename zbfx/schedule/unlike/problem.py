@@ -142,3 +142,12 @@ def activation_limits(tables: Sequence[CostTable], limits: Sequence[float] | Non
         for rank, most in enumerate(limits)
         for own in [tables[0].stages_of(rank)]
     )
+
+
+def limits_of_multiple(tables: Sequence[CostTable], multiple: float) -> tuple[float, ...]:
+    """So many times the activation bytes that 1F1B holds at most, whichever microbatch goes first: on the rank that
+    holds most, those of as many microbatches as there are ranks, the largest. At least those of one microbatch."""
+    ranks = range(tables[0].rank_count)
+    held = [[sum(float(table.stages[s].saved_bytes) for s in table.stages_of(r)) for table in tables] for r in ranks]
+    allowed = multiple * max(sum(sorted(own)[-len(ranks) :]) for own in held)
+    return tuple(max(allowed, *own) for own in held)
