@@ -176,7 +176,7 @@ def test_a_multiple_counts_the_microbatches_of_the_step() -> None:
         (mixed,) = (pipe for pipe in step.pipelines if isinstance(pipe, Mixed))
         plans.append(mixed.schedule)
         held.append([memory.peak_bytes for memory in mixed.memory])
-    saved = sorted(max(float(stage.saved_bytes) for stage in form.costs.stages) for form in mixed.members)
+    saved = sorted(max(float(stage.saved_bytes) for stage in mixed.members[of].costs.stages) for of in mixed.of)
     static = [float(stage.static_bytes) for stage in plans[0].costs.stages]
     for multiple, schedule in ((2.0, plans[1]), (1.0, plans[2])):
         allowed = multiple * sum(saved[-STAGES:])
