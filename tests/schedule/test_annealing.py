@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
 from tests.schedule.exhaustive import best_cost
-from zbfx.plan import CostTable, Kind, StageCost
+from zbfx.plan import CostTable, Edge, Kind, StageCost
 from zbfx.schedule import check, plan
 from zbfx.schedule.search.annealing import Annealing
 from zbfx.schedule.search.fusing import evaluated
@@ -48,6 +49,23 @@ def test_annealing_keeps_the_limit_and_its_seed_fixes_the_way() -> None:
     assert first.cost < start.cost
     timed = check(costs, 6, problem.decode(first.orders), 15)
     assert timed.iteration_ticks == first.cost
+
+
+def test_annealing_times_what_it_changes_as_the_simulator_does() -> None:
+    """`improve` compares the costs of what it finds. Skips, actions that take no time, backwards cheaper when fused."""
+    pytest.importorskip("numba")
+    random = Random(0)
+    for _ in range(12):
+        placement = random.choice([(0, 1, 2, 2, 1, 0), (0, 1, 2, 0, 1, 2), (0, 1, 2, 3)])
+        times = [[random.choice((0, 1, 5, 7)) for _ in range(3)] for _ in placement]
+        stages = [StageCost(1 + f, b, w, 3, 1, backward_s=random.choice((None, b + w / 2))) for f, b, w in times]
+        chain = CostTable.chain(stages, random.randint(0, 3), placement)
+        costs = replace(chain, edges=(*chain.edges, Edge(0, len(stages) - 2, 9, 2)))
+        problem, start = one_by_one(costs, 5)
+        units = problem.units(limit_per_rank(costs, random.choice((None, 14, 40))))
+        found = Annealing(problem, units, 1).improve(start, 0, 1e18, 3_000)
+        assert found.cost < start.cost
+        assert evaluated(problem, found.orders, units) == found
 
 
 def test_annealing_fuses_one_by_one() -> None:

@@ -12,9 +12,10 @@ A step takes microseconds where numba is installed (`pip install zbfx[fast]`), a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from time import perf_counter
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from zbfx.schedule.search.fusing import evaluated, savings
 from zbfx.schedule.search.list_scheduling import Listed
 from zbfx.timing.exact import B, F, Instance, W
 
-HOT, COLD = 0.2, 0.003  # temperatures, in mean ticks of an F
+HOT, COLD = 0.3, 0.02  # temperatures, in mean ticks of an F
 ACTIONS_PER_CALL = 20_000_000  # how long the loop runs between two looks at the clock: some .2 s
 MOST_ANNEALED = 40_000
 MOST_EXACT_TICKS = 1 << 52  # sums of times are exact as floats, too
@@ -41,50 +42,50 @@ class Annealing:
 
     def __init__(self, problem: Instance, limits: Sequence[int] | None, seed: int) -> None:
         self.problem, self.limits = problem, limits
-        count, m = problem.stage_count, problem.microbatches
+        count, m, p = problem.stage_count, problem.microbatches, problem.rank_count
         edges = [
             [(source, lag) for source, lag in problem.sources[group] if source % count != group % count]
             for group in range(2 * count)
         ]
         flat = [edge for needed in edges for edge in needed]
         saved = savings(problem)
-        self.arrays = (
+        self.task = (
             m,
             _ints(problem.ticks),
             _ints(problem.grows),
-            _ints([1 << 60] * problem.rank_count if limits is None else limits),
+            _ints([1 << 60] * p if limits is None else limits),
             _ints([sum(map(len, edges[:group])) for group in range(2 * count + 1)]),
             _ints([source for source, _ in flat]),
             _ints([lag for _, lag in flat]),
+            _ints(problem.placement),
             np.array([saved[stage] > 0 for stage in range(count)]),
         )
         self.state = np.array([0x9E3779B97F4A7C15 * (seed + 1) % (1 << 64) or 1], dtype=np.uint64)
-        p = problem.rank_count
-        self.work = (
-            np.empty(2 * count * m, dtype=np.int64),
-            np.empty(2 * count * m, dtype=np.int64),
-            np.empty(3 * count, dtype=np.int64),
-            *(np.empty(p, dtype=np.int64) for _ in range(5)),
-        )
+        self.width = 1 + 3 * m * max(problem.placement.count(rank) for rank in range(p))
         self.unit = max(1.0, sum(problem.ticks[:count]) / count)
 
     def improve(self, start: Listed, target: int, deadline_s: float, steps: int) -> Listed:
         """The best schedule in `steps` changes from `start`; stops at cost `target` or `deadline_s` (perf_counter)."""
         loop = _loop()
-        words, lengths = self._words(start.orders)
-        best, best_lengths, cost = words.copy(), lengths.copy(), start.cost
+        p, outputs = self.problem.rank_count, 2 * self.problem.stage_count * self.problem.microbatches
+        task = loop.Task(*self.task)
+        groups, lengths = self._words(start.orders)
+        words = loop.Words(groups, lengths, *(np.zeros_like(groups) for _ in range(4)))
+        times = loop.Times(np.zeros_like(groups), *_filled(2, outputs))
+        trial = loop.Trial(np.zeros_like(groups), *_filled(3, outputs), *_filled(6, p))
+        best, best_lengths, cost = groups.copy(), lengths.copy(), start.cost
         calls = max(1, steps * int(lengths.sum()) // ACTIONS_PER_CALL)
         cooling = (COLD / HOT) ** (1 / calls)
         for call in range(calls):
             if cost <= target or perf_counter() > deadline_s:
                 break
             hot = HOT * self.unit * cooling**call
-            cost = loop(
+            cost = loop.anneal(
+                task,
                 words,
-                lengths,
-                *self.arrays,
+                times,
+                trial,
                 self.state,
-                self.work,
                 best,
                 best_lengths,
                 cost,
@@ -101,11 +102,9 @@ class Annealing:
         return found
 
     def _words(self, orders: Sequence[Sequence[int]]) -> tuple[Any, Any]:
-        problem, m = self.problem, self.problem.microbatches
-        longest = 3 * m * max(problem.placement.count(rank) for rank in range(problem.rank_count))
-        words = np.zeros((len(orders), longest), dtype=np.int64)
+        words = np.zeros((len(orders), self.width), dtype=np.int64)
         for rank, order in enumerate(orders):
-            words[rank, : len(order)] = [code // m for code in order]
+            words[rank, : len(order)] = [code // self.problem.microbatches for code in order]
         return words, _ints([len(order) for order in orders])
 
     def _orders(self, words: Any, lengths: Any) -> list[list[int]]:
@@ -135,7 +134,11 @@ def _ints(values: Sequence[int]) -> Any:
     return np.array(values, dtype=np.int64)
 
 
-def _loop() -> Callable[..., Any]:
-    from zbfx.schedule.search.annealing_loop import anneal  # needs numba, which takes .3 s to import
+def _filled(number: int, size: int) -> list[Any]:
+    return [np.full(size, -1, dtype=np.int64) for _ in range(number)]
 
-    return anneal
+
+def _loop() -> ModuleType:
+    from zbfx.schedule.search import annealing_loop  # needs numba, which takes .3 s to import
+
+    return annealing_loop

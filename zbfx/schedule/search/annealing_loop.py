@@ -3,17 +3,78 @@
 Takes   words as arrays of groups, a row per rank, and the problem as arrays.
 Gives   the words changed in place, the best of them.
 Raises  nothing. Source: ours.
+
+Half of the letters that move lie on a longest path: other moves cannot make the longest rank shorter. Whether a change
+will be taken is known as soon as some rank has waited too long, and no time before the change is computed again.
+One file, for numba does not see that a function of another one has changed since it compiled this one.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
+from zbfx.timing.exact import BW, B, F, W
+
 SHORTEST, MEAN_DISTANCE = 1, 3.0  # places that a letter moves
-SPREAD = 0.05  # what the mean of all ranks' times counts beside the longest
+SPREAD = 0.1  # what the mean of all ranks' times counts beside the longest
+CRITICAL = 0.5  # of the moves: letters of a longest path
+TOGGLED = 0.25  # of the moves of a backward that may be fused: it is split, or fused
+NEVER = 1 << 60
+
+
+class Task(NamedTuple):
+    """One problem. `first_source[g]`: where the sources of group g, an F or a B, begin; `fusable`: per stage."""
+
+    microbatches: Any
+    ticks: Any
+    grows: Any
+    limits: Any
+    first_source: Any
+    sources: Any
+    lags: Any
+    placement: Any
+    fusable: Any
+
+
+class Words(NamedTuple):
+    """Per rank and place: the group; the microbatch of an F, B or BW; how many split Bs, or Ws, of the stage came
+    before a B, or a W; memory behind it; the rank's ticks of work before it, also before the end of the word, so rows
+    have one place more than the longest word."""
+
+    groups: Any
+    lengths: Any
+    indexes: Any
+    singles: Any
+    held: Any
+    worked: Any
+
+
+class Times(NamedTuple):
+    """Starts per rank and place; per output (group of an F or B * m + microbatch) when its action starts and ends."""
+
+    starts: Any
+    start_of: Any
+    end_of: Any
+
+
+class Trial(NamedTuple):
+    """The times of a change that may not be taken. `stamps[output]`: in which step its end was computed; `waiting`,
+    `following`: the ranks that wait for an output, a chain. Per rank: the place from which times are new, how far they
+    are, the clock there, the output that it waits for. `runnable`: a stack of ranks."""
+
+    starts: Any
+    ends: Any
+    stamps: Any
+    waiting: Any
+    following: Any
+    first: Any
+    places: Any
+    clocks: Any
+    blocked: Any
+    runnable: Any
 
 
 @njit(cache=True)
@@ -28,135 +89,282 @@ def next_random(state: Any) -> Any:
 
 
 @njit(cache=True)
-def longest_span(
-    words: Any, lengths: Any, m: Any, ticks: Any, first_source: Any, sources: Any, lags: Any, work: Any
-) -> Any:
-    """The longest rank's ticks, and those of all ranks together; -1 where the words are no order or deadlock. `work`:
-    scratch, as `Annealing` makes it."""
-    ends, waiting, done, clock, place, begun, following, stack = work
-    p, count = len(lengths), len(ticks) // 4
-    for code in range(len(ends)):
-        ends[code] = -1
-        waiting[code] = -1
-    for group in range(len(done)):
-        done[group] = 0
-    left = 0
-    for rank in range(p):
-        clock[rank] = 0
-        place[rank] = 0
-        stack[rank] = p - 1 - rank
-        left += lengths[rank]
-    top = p
-    while top > 0:
-        top -= 1
-        rank = stack[top]
-        now, x = clock[rank], place[rank]
-        while x < lengths[rank]:
-            group = words[rank, x]
-            kind = group // count
-            stage = group - kind * count
-            if kind == 2:
-                if done[group] >= done[count + stage]:
-                    return -1, 0
-                done[group] += 1
-                now += ticks[group]
-            else:
-                output = stage if kind == 0 else count + stage
-                j = done[output]
-                if kind > 0 and j >= done[stage]:
-                    return -1, 0
-                start = now
-                missing = -1
-                for edge in range(first_source[output], first_source[output + 1]):
-                    needed = sources[edge] * m + j
-                    if ends[needed] < 0:
-                        missing = needed
-                        break
-                    if ends[needed] + lags[edge] > start:
-                        start = ends[needed] + lags[edge]
-                if missing >= 0:
-                    following[rank] = waiting[missing]
-                    waiting[missing] = rank
-                    break
-                if x == 0:
-                    begun[rank] = start
-                now = start + ticks[group]
-                done[output] = j + 1
-                if kind == 3:
-                    done[2 * count + stage] += 1
-                made = output * m + j
-                ends[made] = now
-                other = waiting[made]
-                while other >= 0:
-                    stack[top] = other
-                    top += 1
-                    other = following[other]
-            x += 1
-            left -= 1
-        clock[rank], place[rank] = now, x
-    if left > 0:
-        return -1, 0
-    most = total = 0
-    for rank in range(p):
-        span = clock[rank] - begun[rank]
-        total += span
-        if span > most:
-            most = span
-    return most, total
+def counted(task: Any, words: Any, rank: Any) -> Any:
+    """Count along a rank's whole word. False where it is no order, or exceeds the limit."""
+    count = len(task.ticks) // 4
+    word, held, worked = words.groups[rank], words.held[rank], words.worked[rank]
+    done, single = np.zeros(3 * count, dtype=np.int64), np.zeros(3 * count, dtype=np.int64)
+    memory = work = 0
+    for x in range(words.lengths[rank]):
+        group = word[x]
+        kind, stage = group // count, group % count
+        worked[x] = work
+        work += task.ticks[group]
+        memory += task.grows[group]
+        held[x] = memory
+        if memory > task.limits[rank]:
+            return False
+        if kind == W:
+            if single[group] >= single[B * count + stage]:
+                return False
+        else:
+            output = stage if kind == F else B * count + stage
+            if kind != F and done[output] >= done[stage]:
+                return False
+            words.indexes[rank, x] = done[output]
+            done[output] += 1
+        words.singles[rank, x] = single[group] if kind != BW else 0
+        if kind != BW:
+            single[group] += 1
+    worked[words.lengths[rank]] = work
+    return True
 
 
 @njit(cache=True)
-def changed(word: Any, length: Any, count: Any, fusable: Any, state: Any) -> Any:
-    """A random change of one rank's word, in place: its new length, -1 where nothing changed."""
-    a = int(next_random(state) * length)
+def moved(task: Any, words: Any, rank: Any, a: Any, b: Any) -> Any:
+    """The letter at place `a` goes to `b`. False where the word then is no order, or exceeds the limit; it is changed
+    all the same. Letters of its stage alone change their numbers."""
+    count, limit = len(task.ticks) // 4, task.limits[rank]
+    word, index, single = words.groups[rank], words.indexes[rank], words.singles[rank]
+    held, worked = words.held[rank], words.worked[rank]
+    low, high = min(a, b), max(a, b)
     group = word[a]
-    kind, stage = group // count, group % count
-    if (kind == 3 or (kind == 1 and fusable[stage])) and next_random(state) < 0.25:
-        if kind == 3:
-            for x in range(length, a + 1, -1):
-                word[x] = word[x - 1]
-            word[a] = count + stage
-            word[a + 1] = 2 * count + stage
-            return length + 1
-        found = a
-        for x in range(a + 1, length):
-            if found > a:
-                word[x - 1] = word[x]
-            elif word[x] == 2 * count + stage:
-                found = x
-        if found == a:
-            return -1
-        word[a] = 3 * count + stage
-        return length - 1
-    distance = SHORTEST + int(-np.log(1.0 - next_random(state)) * MEAN_DISTANCE)
-    b = a + distance if next_random(state) < 0.5 else a - distance
-    if b < 0 or b >= length:
-        return -1
+    stage = group % count
+    next_f = next_b = next_single = next_w = NEVER  # where no letter of a kind is passed, its numbers do not matter
+    for x in range(low, high + 1):
+        if word[x] % count == stage:
+            kind = word[x] // count
+            if kind == F:
+                next_f = min(next_f, index[x])
+            elif kind == W:
+                next_w = min(next_w, single[x])
+            else:
+                next_b = min(next_b, index[x])
+                if kind == B:
+                    next_single = min(next_single, single[x])
     step = 1 if b > a else -1
-    same = True
-    x = a
-    while x != b:
-        word[x] = word[x + step]
-        same = same and word[x] == group
-        x += step
+    for x in range(a, b, step):
+        word[x], index[x], single[x] = word[x + step], index[x + step], single[x + step]
     word[b] = group
-    return -1 if same else length
+    memory = held[low - 1] if low > 0 else 0
+    work = worked[low]
+    for x in range(low, high + 1):
+        other = word[x]
+        if other % count == stage:
+            kind = other // count
+            if kind == F:
+                index[x] = next_f
+                next_f += 1
+            elif kind == W:
+                if next_w >= next_single:
+                    return False
+                single[x] = next_w
+                next_w += 1
+            else:
+                if next_b >= next_f:
+                    return False
+                index[x] = next_b
+                next_b += 1
+                if kind == B:
+                    single[x] = next_single
+                    next_single += 1
+        memory += task.grows[other]
+        if memory > limit:
+            return False
+        held[x], worked[x] = memory, work
+        work += task.ticks[other]
+    return True
+
+
+@njit(cache=True)
+def toggled(task: Any, words: Any, rank: Any, a: Any) -> Any:
+    """The backward at place `a` is split, or fused with the next W of its stage. False as in `moved`, or where no W
+    follows."""
+    count = len(task.ticks) // 4
+    word, length = words.groups[rank], words.lengths[rank]
+    stage = word[a] % count
+    if word[a] // count == BW:
+        for x in range(length, a + 1, -1):
+            word[x] = word[x - 1]
+        word[a], word[a + 1] = B * count + stage, W * count + stage
+        words.lengths[rank] = length + 1
+        return counted(task, words, rank)
+    found = a + 1
+    while found < length and word[found] != W * count + stage:
+        found += 1
+    if found == length:
+        return False
+    for x in range(found, length - 1):
+        word[x] = word[x + 1]
+    word[a] = BW * count + stage
+    words.lengths[rank] = length - 1
+    return counted(task, words, rank)
+
+
+@njit(cache=True)
+def first_at(starts: Any, length: Any, time: Any) -> Any:
+    """The first of `length` places that starts at `time` or later."""
+    low, high = 0, length
+    while low < high:
+        middle = (low + high) // 2
+        if starts[middle] < time:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@njit(cache=True)
+def timed(
+    task: Any, words: Any, times: Any, trial: Any, step: Any, changed: Any, low: Any, since: Any, most: Any
+) -> Any:
+    """What starts at `since` or later, anew: the longest rank's ticks, and those of all ranks together. -1 where the
+    words deadlock or some rank takes more than `most`. Rank `changed` is as it was before place `low`."""
+    m, ticks, _, _, first_source, sources, lags, _, _ = task
+    groups, lengths, indexes, _, _, worked = words
+    old_starts, start_of, end_of = times
+    starts, ends, stamps, waiting, following, first, places, clocks, blocked, runnable = trial
+    p, count = len(lengths), len(ticks) // 4
+    left = 0
+    for rank in range(p):
+        x = first_at(old_starts[rank], low if rank == changed else lengths[rank], since) if since > 0 else 0
+        first[rank] = places[rank] = x
+        clocks[rank] = old_starts[rank, x - 1] + ticks[groups[rank, x - 1]] if x > 0 else 0
+        runnable[rank] = p - 1 - rank
+        left += lengths[rank] - x
+    blocked[:] = -1
+    top, late = p, False
+    while top > 0 and not late:
+        top -= 1
+        rank = runnable[top]
+        now, x, length = clocks[rank], places[rank], lengths[rank]
+        begun = starts[rank, 0] if first[rank] == 0 else old_starts[rank, 0]
+        spare = most - worked[rank, length]
+        blocked[rank] = -1
+        while x < length:
+            group = groups[rank, x]
+            output = group if group < W * count else group - 2 * count  # BW has its B's; a W has none
+            start, missing = now, -1
+            if group // count != W:
+                j = indexes[rank, x]
+                for edge in range(first_source[output], first_source[output + 1]):
+                    needed = sources[edge] * m + j
+                    if stamps[needed] == step:
+                        end = ends[needed]
+                    elif start_of[needed] < since:
+                        end = end_of[needed]
+                    else:
+                        missing = needed
+                        break
+                    start = max(start, end + lags[edge])
+                if missing >= 0:
+                    following[rank], waiting[missing] = waiting[missing], rank
+                    blocked[rank] = missing
+                    break
+                if x == 0:
+                    begun = start
+                if start - begun - worked[rank, x] > spare:
+                    late = True
+                    break
+                made = output * m + j
+                ends[made] = start + ticks[group]
+                stamps[made] = step
+                other = waiting[made]
+                waiting[made] = -1
+                while other >= 0:
+                    runnable[top] = other
+                    top += 1
+                    other = following[other]
+            starts[rank, x] = start
+            now = start + ticks[group]
+            x += 1
+            left -= 1
+        clocks[rank], places[rank] = now, x
+    if late or left > 0:
+        for rank in range(p):
+            if blocked[rank] >= 0:
+                waiting[blocked[rank]] = -1
+        return -1, 0
+    longest = total = 0
+    for rank in range(p):
+        begun = starts[rank, 0] if first[rank] == 0 else old_starts[rank, 0]
+        total += clocks[rank] - begun
+        longest = max(longest, clocks[rank] - begun)
+    return longest, total
+
+
+@njit(cache=True)
+def taken(task: Any, words: Any, times: Any, trial: Any) -> Any:
+    """The times of the trial are those of the words."""
+    count, m = len(task.ticks) // 4, task.microbatches
+    for rank in range(len(words.lengths)):
+        for x in range(trial.first[rank], words.lengths[rank]):
+            start, group = trial.starts[rank, x], words.groups[rank, x]
+            times.starts[rank, x] = start
+            if group // count != W:
+                made = (group if group < W * count else group - 2 * count) * m + words.indexes[rank, x]
+                times.start_of[made], times.end_of[made] = start, start + task.ticks[group]
+
+
+@njit(cache=True)
+def longest_path(task: Any, words: Any, times: Any, state: Any, path: Any) -> Any:
+    """One longest path from its end on, as rows (rank, place) of `path`: how many there are."""
+    count, m = len(task.ticks) // 4, task.microbatches
+    rank, longest = 0, -1
+    for other in range(len(words.lengths)):
+        x = words.lengths[other] - 1
+        span = times.starts[other, x] + task.ticks[words.groups[other, x]] - times.starts[other, 0]
+        if span > longest:
+            longest, rank = span, other
+    x, size = words.lengths[rank] - 1, 0
+    while size < len(path):
+        path[size, 0], path[size, 1] = rank, x
+        size += 1
+        start, group = times.starts[rank, x], words.groups[rank, x]
+        local = x > 0 and times.starts[rank, x - 1] + task.ticks[words.groups[rank, x - 1]] == start
+        source = -1
+        if group // count != W and not (local and next_random(state) < 0.5):
+            output = group if group < W * count else group - 2 * count
+            for edge in range(task.first_source[output], task.first_source[output + 1]):
+                needed = task.sources[edge] * m + words.indexes[rank, x]
+                elsewhere = task.placement[task.sources[edge] % count] != rank
+                if elsewhere and times.end_of[needed] + task.lags[edge] == start:
+                    source = needed
+        if source >= 0:
+            rank = task.placement[source // m % count]
+            x = first_at(times.starts[rank], words.lengths[rank], times.start_of[source])
+            while words.groups[rank, x] // count == W or not (
+                words.groups[rank, x] % (2 * count) == source // m and words.indexes[rank, x] == source % m
+            ):
+                x += 1
+        elif local:
+            x -= 1
+        else:
+            break
+    return size
+
+
+@njit(cache=True)
+def copied(words: Any, rank: Any, low: Any, high: Any, kept: Any) -> Any:
+    for x in range(low, high):
+        kept[0, x], kept[1, x] = words.groups[rank, x], words.indexes[rank, x]
+        kept[2, x], kept[3, x], kept[4, x] = words.singles[rank, x], words.held[rank, x], words.worked[rank, x]
+
+
+@njit(cache=True)
+def restored(words: Any, rank: Any, low: Any, high: Any, kept: Any) -> Any:
+    for x in range(low, high):
+        words.groups[rank, x], words.indexes[rank, x] = kept[0, x], kept[1, x]
+        words.singles[rank, x], words.held[rank, x], words.worked[rank, x] = kept[2, x], kept[3, x], kept[4, x]
 
 
 @njit(cache=True)
 def anneal(
+    task: Any,
     words: Any,
-    lengths: Any,
-    m: Any,
-    ticks: Any,
-    grows: Any,
-    limits: Any,
-    first_source: Any,
-    sources: Any,
-    lags: Any,
-    fusable: Any,
+    times: Any,
+    trial: Any,
     state: Any,
-    work: Any,
     best: Any,
     best_lengths: Any,
     best_cost: Any,
@@ -166,40 +374,69 @@ def anneal(
     steps: Any,
 ) -> Any:
     """`steps` random changes, from temperature `hot` to `cold`; stops at cost `target`. Gives the best cost."""
-    p, count = len(lengths), len(ticks) // 4
-    before = np.empty_like(words[0])
-    cooling = np.log(cold / hot) / steps
-    cost, total = longest_span(words, lengths, m, ticks, first_source, sources, lags, work)
+    p, count, size = len(words.lengths), len(task.ticks) // 4, words.groups.shape[1]
+    kept = np.zeros((5, size), np.int64)
+    path = np.zeros((4 * size, 2), np.int64)
+    path_size = work = 0
+    trial.stamps[:] = -1
+    times.start_of[:] = NEVER  # no time is known yet
+    for rank in range(p):
+        counted(task, words, rank)
+        work += words.worked[rank, words.lengths[rank]]
+    none = np.int64(0)  # plain numbers would have all compiled once more
+    cost, total = timed(task, words, times, trial, none, none, none, none, np.int64(NEVER))
+    taken(task, words, times, trial)
     energy = cost + SPREAD * total / p
-    for step in range(steps):
-        rank = int(next_random(state) * p)
-        word, length = words[rank], lengths[rank]
-        for x in range(length):
-            before[x] = word[x]
-        after = changed(word, length, count, fusable, state)
-        held = 0
-        for x in range(after):
-            held += grows[word[x]]
-            if held > limits[rank]:
-                after = -1
-                break
-        if after >= 0:
-            lengths[rank] = after
-            cost, total = longest_span(words, lengths, m, ticks, first_source, sources, lags, work)
-            if cost >= 0:
-                found = cost + SPREAD * total / p
-                if found <= energy or next_random(state) < np.exp((energy - found) / (hot * np.exp(cooling * step))):
-                    energy = found
-                    if cost < best_cost:
-                        best_cost = cost
-                        for other in range(p):
-                            best_lengths[other] = lengths[other]
-                            for x in range(lengths[other]):
-                                best[other, x] = words[other, x]
-                        if cost <= target:
-                            break
-                    continue
-        for x in range(length):
-            word[x] = before[x]
-        lengths[rank] = length
+    cooling = np.log(cold / hot) / steps
+    for step in range(1, steps + 1):
+        if next_random(state) < CRITICAL:
+            if path_size == 0:
+                path_size = longest_path(task, words, times, state, path)
+            x = int(next_random(state) * path_size)
+            rank, a = path[x, 0], path[x, 1]
+        else:
+            rank = int(next_random(state) * p)
+            a = int(next_random(state) * words.lengths[rank])
+        word, length = words.groups[rank], words.lengths[rank]
+        kind, stage = word[a] // count, word[a] % count
+        toggles = kind == BW or (kind == B and task.fusable[stage])
+        if toggles and next_random(state) < TOGGLED:
+            low, first, last = a, none, length + 1
+            copied(words, rank, first, last, kept)
+            fits = toggled(task, words, rank, a)
+            worked = work + words.worked[rank, words.lengths[rank]] - kept[4, length]
+        else:
+            distance = SHORTEST + int(-np.log(1.0 - next_random(state)) * MEAN_DISTANCE)
+            b = a + distance if next_random(state) < 0.5 else a - distance
+            if b < 0 or b >= length:
+                continue
+            low, first, last = min(a, b), min(a, b), max(a, b) + 1
+            same = True
+            for x in range(first, last):
+                same = same and word[x] == word[a]
+            if same:
+                continue
+            copied(words, rank, first, last, kept)
+            fits = moved(task, words, rank, a, b)
+            worked = work
+        if fits:
+            # A change is taken where the energy rises by no more than a random number, larger while it is hot.
+            allowed = energy - hot * np.exp(cooling * step) * np.log(1.0 - next_random(state))
+            since = times.starts[rank, low - 1] + task.ticks[word[low - 1]] if low > 0 else 0
+            most = int(allowed - SPREAD * worked / p)
+            cost, total = timed(task, words, times, trial, step, rank, low, since, most)
+            if cost >= 0 and cost + SPREAD * total / p <= allowed:
+                taken(task, words, times, trial)
+                energy, work, path_size = cost + SPREAD * total / p, worked, 0
+                if cost < best_cost:
+                    best_cost = cost
+                    for other in range(p):
+                        best_lengths[other] = words.lengths[other]
+                        for x in range(words.lengths[other]):
+                            best[other, x] = words.groups[other, x]
+                    if cost <= target:
+                        break
+                continue
+        words.lengths[rank] = length
+        restored(words, rank, first, last, kept)
     return best_cost
