@@ -27,7 +27,7 @@ from zbfx.schedule.orders.registry import GENERATORS, SEARCHED, Generator, Impro
 from zbfx.schedule.orders.written import read_orders
 from zbfx.schedule.schedule import Schedule
 from zbfx.schedule.search.fusing import evaluated, one_by_one
-from zbfx.schedule.search.large import FIRST_OF_LARGE, LargeSearch, large_rules
+from zbfx.schedule.search.large import RULES_BETWEEN, LargeSearch, large_rules
 from zbfx.schedule.search.order_search import OrderSearch
 from zbfx.schedule.search.refine import refine_search
 from zbfx.timing.exact import Instance, exact, instance, on_common_tick
@@ -240,9 +240,8 @@ def _search_large(
         compared.append(search.compare(start[0], partial(problem.encode, given)))
     rules = large_rules(problem, units, certificate.warm_up)
     search.expect(instance(costs, max(1, microbatches // TIMED_PART)))
-    if search.fits():
-        search.lists(rules, FIRST_OF_LARGE)
     for other in fastest_first(GENERATORS):
+        search.lists(rules, RULES_BETWEEN)
         try:
             compared.append(search.compare(other, partial(_coded, problem, GENERATORS[other], costs, limits)))
         except WrongPlacement as refusal:

@@ -12,16 +12,15 @@ A step takes microseconds where numba is installed (`pip install zbfx[fast]`), a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from time import perf_counter
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from zbfx.schedule.search.fusing import evaluated, savings
-from zbfx.schedule.search.list_scheduling import Listed
+from zbfx.schedule.search.list_scheduling import Listed, whole_numbers
 from zbfx.timing.exact import B, F, Instance, W
 
 HOT, COLD = 0.3, 0.02  # temperatures, in mean ticks of an F
@@ -51,13 +50,13 @@ class Annealing:
         saved = savings(problem)
         self.task = (
             m,
-            _ints(problem.ticks),
-            _ints(problem.grows),
-            _ints([1 << 60] * p if limits is None else limits),
-            _ints([sum(map(len, edges[:group])) for group in range(2 * count + 1)]),
-            _ints([source for source, _ in flat]),
-            _ints([lag for _, lag in flat]),
-            _ints(problem.placement),
+            whole_numbers(problem.ticks),
+            whole_numbers(problem.grows),
+            whole_numbers([1 << 60] * p if limits is None else limits),
+            whole_numbers([sum(map(len, edges[:group])) for group in range(2 * count + 1)]),
+            whole_numbers([source for source, _ in flat]),
+            whole_numbers([lag for _, lag in flat]),
+            whole_numbers(problem.placement),
             np.array([saved[stage] > 0 for stage in range(count)]),
         )
         self.state = np.array([0x9E3779B97F4A7C15 * (seed + 1) % (1 << 64) or 1], dtype=np.uint64)
@@ -66,13 +65,12 @@ class Annealing:
 
     def improve(self, start: Listed, target: int, deadline_s: float, steps: int) -> Listed:
         """The best schedule in `steps` changes from `start`; stops at cost `target` or `deadline_s` (perf_counter)."""
-        loop = _loop()
+        anneal = _loop()
         p, outputs = self.problem.rank_count, 2 * self.problem.stage_count * self.problem.microbatches
-        task = loop.Task(*self.task)
         groups, lengths = self._words(start.orders)
-        words = loop.Words(groups, lengths, *(np.zeros_like(groups) for _ in range(4)))
-        times = loop.Times(np.zeros_like(groups), *_filled(2, outputs))
-        trial = loop.Trial(np.zeros_like(groups), *_filled(3, outputs), *_filled(6, p))
+        words = (groups, lengths, *(np.zeros_like(groups) for _ in range(4)))
+        times = (np.zeros_like(groups), *_filled(2, outputs))
+        trial = (np.zeros_like(groups), *_filled(3, outputs), *_filled(6, p))
         best, best_lengths, cost = groups.copy(), lengths.copy(), start.cost
         calls = max(1, steps * int(lengths.sum()) // ACTIONS_PER_CALL)
         cooling = (COLD / HOT) ** (1 / calls)
@@ -80,8 +78,8 @@ class Annealing:
             if cost <= target or perf_counter() > deadline_s:
                 break
             hot = HOT * self.unit * cooling**call
-            cost = loop.anneal(
-                task,
+            cost = anneal(
+                self.task,
                 words,
                 times,
                 trial,
@@ -105,7 +103,7 @@ class Annealing:
         words = np.zeros((len(orders), self.width), dtype=np.int64)
         for rank, order in enumerate(orders):
             words[rank, : len(order)] = [code // self.problem.microbatches for code in order]
-        return words, _ints([len(order) for order in orders])
+        return words, whole_numbers([len(order) for order in orders])
 
     def _orders(self, words: Any, lengths: Any) -> list[list[int]]:
         return [self._order(word[:length].tolist()) for word, length in zip(words, lengths.tolist(), strict=True)]
@@ -130,15 +128,11 @@ class Annealing:
         return codes
 
 
-def _ints(values: Sequence[int]) -> Any:
-    return np.array(values, dtype=np.int64)
-
-
 def _filled(number: int, size: int) -> list[Any]:
     return [np.full(size, -1, dtype=np.int64) for _ in range(number)]
 
 
-def _loop() -> ModuleType:
-    from zbfx.schedule.search import annealing_loop  # needs numba, which takes .3 s to import
+def _loop() -> Callable[..., Any]:
+    from zbfx.schedule.search.annealing_loop import anneal  # needs numba, which takes .3 s to import
 
-    return annealing_loop
+    return anneal

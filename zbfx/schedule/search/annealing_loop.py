@@ -6,12 +6,23 @@ Raises  nothing. Source: ours.
 
 Half of the letters that move lie on a longest path: other moves cannot make the longest rank shorter. Whether a change
 will be taken is known as soon as some rank has waited too long, and no time before the change is computed again.
-One file, for numba does not see that a function of another one has changed since it compiled this one.
+One file, for numba does not see that a function of another one has changed since it compiled this one. Arrays come in
+plain tuples, for what numba keeps on disk must not name classes that a later version lacks:
+
+task    microbatches; ticks, grows per group; limits per rank; first_source, sources, lags: the sources of group g, an F
+        or a B, begin at first_source[g]; placement, fusable per stage
+words   per rank and place: the group; [lengths per rank]; the microbatch of an F, B or BW; how many split Bs, or Ws, of
+        the stage came before a B, or a W; memory behind it; the rank's ticks of work before it, also before the end, so
+        rows have one place more than the longest word
+times   starts per rank and place; per output (group of an F or B * m + microbatch) when its action starts, and ends
+trial   the times of a change that may not be taken. Starts per rank and place; per output its end, in which step that
+        was computed, the rank that waits for it, the first of a chain; per rank the next one of the chain, the place
+        from which times are new, how far they are, the clock there, the output that it waits for; a stack of ranks
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -22,59 +33,7 @@ SHORTEST, MEAN_DISTANCE = 1, 3.0  # places that a letter moves
 SPREAD = 0.1  # what the mean of all ranks' times counts beside the longest
 CRITICAL = 0.5  # of the moves: letters of a longest path
 TOGGLED = 0.25  # of the moves of a backward that may be fused: it is split, or fused
-NEVER = 1 << 60
-
-
-class Task(NamedTuple):
-    """One problem. `first_source[g]`: where the sources of group g, an F or a B, begin; `fusable`: per stage."""
-
-    microbatches: Any
-    ticks: Any
-    grows: Any
-    limits: Any
-    first_source: Any
-    sources: Any
-    lags: Any
-    placement: Any
-    fusable: Any
-
-
-class Words(NamedTuple):
-    """Per rank and place: the group; the microbatch of an F, B or BW; how many split Bs, or Ws, of the stage came
-    before a B, or a W; memory behind it; the rank's ticks of work before it, also before the end of the word, so rows
-    have one place more than the longest word."""
-
-    groups: Any
-    lengths: Any
-    indexes: Any
-    singles: Any
-    held: Any
-    worked: Any
-
-
-class Times(NamedTuple):
-    """Starts per rank and place; per output (group of an F or B * m + microbatch) when its action starts and ends."""
-
-    starts: Any
-    start_of: Any
-    end_of: Any
-
-
-class Trial(NamedTuple):
-    """The times of a change that may not be taken. `stamps[output]`: in which step its end was computed; `waiting`,
-    `following`: the ranks that wait for an output, a chain. Per rank: the place from which times are new, how far they
-    are, the clock there, the output that it waits for. `runnable`: a stack of ranks."""
-
-    starts: Any
-    ends: Any
-    stamps: Any
-    waiting: Any
-    following: Any
-    first: Any
-    places: Any
-    clocks: Any
-    blocked: Any
-    runnable: Any
+UNKNOWN = 1 << 60
 
 
 @njit(cache=True)
@@ -89,20 +48,22 @@ def next_random(state: Any) -> Any:
 
 
 @njit(cache=True)
-def counted(task: Any, words: Any, rank: Any) -> Any:
+def row_counted(task: Any, words: Any, rank: Any) -> Any:
     """Count along a rank's whole word. False where it is no order, or exceeds the limit."""
-    count = len(task.ticks) // 4
-    word, held, worked = words.groups[rank], words.held[rank], words.worked[rank]
+    _, ticks, grows, limits, _, _, _, _, _ = task
+    groups, lengths, indexes, singles, held_rows, worked_rows = words
+    count = len(ticks) // 4
+    word, held, worked = groups[rank], held_rows[rank], worked_rows[rank]
     done, single = np.zeros(3 * count, dtype=np.int64), np.zeros(3 * count, dtype=np.int64)
     memory = work = 0
-    for x in range(words.lengths[rank]):
+    for x in range(lengths[rank]):
         group = word[x]
         kind, stage = group // count, group % count
         worked[x] = work
-        work += task.ticks[group]
-        memory += task.grows[group]
+        work += ticks[group]
+        memory += grows[group]
         held[x] = memory
-        if memory > task.limits[rank]:
+        if memory > limits[rank]:
             return False
         if kind == W:
             if single[group] >= single[B * count + stage]:
@@ -111,26 +72,28 @@ def counted(task: Any, words: Any, rank: Any) -> Any:
             output = stage if kind == F else B * count + stage
             if kind != F and done[output] >= done[stage]:
                 return False
-            words.indexes[rank, x] = done[output]
+            indexes[rank, x] = done[output]
             done[output] += 1
-        words.singles[rank, x] = single[group] if kind != BW else 0
+        singles[rank, x] = single[group] if kind != BW else 0
         if kind != BW:
             single[group] += 1
-    worked[words.lengths[rank]] = work
+    worked[lengths[rank]] = work
     return True
 
 
 @njit(cache=True)
-def moved(task: Any, words: Any, rank: Any, a: Any, b: Any) -> Any:
+def letter_moved(task: Any, words: Any, rank: Any, a: Any, b: Any) -> Any:
     """The letter at place `a` goes to `b`. False where the word then is no order, or exceeds the limit; it is changed
     all the same. Letters of its stage alone change their numbers."""
-    count, limit = len(task.ticks) // 4, task.limits[rank]
-    word, index, single = words.groups[rank], words.indexes[rank], words.singles[rank]
-    held, worked = words.held[rank], words.worked[rank]
+    _, ticks, grows, limits, _, _, _, _, _ = task
+    groups, _, indexes, singles, held_rows, worked_rows = words
+    count, limit = len(ticks) // 4, limits[rank]
+    word, index, single = groups[rank], indexes[rank], singles[rank]
+    held, worked = held_rows[rank], worked_rows[rank]
     low, high = min(a, b), max(a, b)
     group = word[a]
     stage = group % count
-    next_f = next_b = next_single = next_w = NEVER  # where no letter of a kind is passed, its numbers do not matter
+    next_f = next_b = next_single = next_w = UNKNOWN  # where no letter of a kind is passed, its numbers do not matter
     for x in range(low, high + 1):
         if word[x] % count == stage:
             kind = word[x] // count
@@ -168,27 +131,29 @@ def moved(task: Any, words: Any, rank: Any, a: Any, b: Any) -> Any:
                 if kind == B:
                     single[x] = next_single
                     next_single += 1
-        memory += task.grows[other]
+        memory += grows[other]
         if memory > limit:
             return False
         held[x], worked[x] = memory, work
-        work += task.ticks[other]
+        work += ticks[other]
     return True
 
 
 @njit(cache=True)
 def toggled(task: Any, words: Any, rank: Any, a: Any) -> Any:
-    """The backward at place `a` is split, or fused with the next W of its stage. False as in `moved`, or where no W
-    follows."""
-    count = len(task.ticks) // 4
-    word, length = words.groups[rank], words.lengths[rank]
+    """The backward at place `a` is split, or fused with the next W of its stage. False as in `letter_moved`, or
+    where no W follows."""
+    _, ticks, _, _, _, _, _, _, _ = task
+    groups, lengths, _, _, _, _ = words
+    count = len(ticks) // 4
+    word, length = groups[rank], lengths[rank]
     stage = word[a] % count
     if word[a] // count == BW:
         for x in range(length, a + 1, -1):
             word[x] = word[x - 1]
         word[a], word[a + 1] = B * count + stage, W * count + stage
-        words.lengths[rank] = length + 1
-        return counted(task, words, rank)
+        lengths[rank] = length + 1
+        return row_counted(task, words, rank)
     found = a + 1
     while found < length and word[found] != W * count + stage:
         found += 1
@@ -197,8 +162,8 @@ def toggled(task: Any, words: Any, rank: Any, a: Any) -> Any:
     for x in range(found, length - 1):
         word[x] = word[x + 1]
     word[a] = BW * count + stage
-    words.lengths[rank] = length - 1
-    return counted(task, words, rank)
+    lengths[rank] = length - 1
+    return row_counted(task, words, rank)
 
 
 @njit(cache=True)
@@ -215,13 +180,13 @@ def first_at(starts: Any, length: Any, time: Any) -> Any:
 
 
 @njit(cache=True)
-def timed(
+def times_anew(
     task: Any, words: Any, times: Any, trial: Any, step: Any, changed: Any, low: Any, since: Any, most: Any
 ) -> Any:
     """What starts at `since` or later, anew: the longest rank's ticks, and those of all ranks together. -1 where the
     words deadlock or some rank takes more than `most`. Rank `changed` is as it was before place `low`."""
     m, ticks, _, _, first_source, sources, lags, _, _ = task
-    groups, lengths, indexes, _, _, worked = words
+    groups, lengths, indexes, _, _, worked_rows = words
     old_starts, start_of, end_of = times
     starts, ends, stamps, waiting, following, first, places, clocks, blocked, runnable = trial
     p, count = len(lengths), len(ticks) // 4
@@ -239,7 +204,7 @@ def timed(
         rank = runnable[top]
         now, x, length = clocks[rank], places[rank], lengths[rank]
         begun = starts[rank, 0] if first[rank] == 0 else old_starts[rank, 0]
-        spare = most - worked[rank, length]
+        spare = most - worked_rows[rank, length]
         blocked[rank] = -1
         while x < length:
             group = groups[rank, x]
@@ -263,7 +228,7 @@ def timed(
                     break
                 if x == 0:
                     begun = start
-                if start - begun - worked[rank, x] > spare:
+                if start - begun - worked_rows[rank, x] > spare:
                     late = True
                     break
                 made = output * m + j
@@ -294,47 +259,54 @@ def timed(
 
 
 @njit(cache=True)
-def taken(task: Any, words: Any, times: Any, trial: Any) -> Any:
+def times_taken(task: Any, words: Any, times: Any, trial: Any) -> Any:
     """The times of the trial are those of the words."""
-    count, m = len(task.ticks) // 4, task.microbatches
-    for rank in range(len(words.lengths)):
-        for x in range(trial.first[rank], words.lengths[rank]):
-            start, group = trial.starts[rank, x], words.groups[rank, x]
-            times.starts[rank, x] = start
+    m, ticks, _, _, _, _, _, _, _ = task
+    groups, lengths, indexes, _, _, _ = words
+    starts, start_of, end_of = times
+    new_starts, _, _, _, _, first, _, _, _, _ = trial
+    count, m = len(ticks) // 4, m
+    for rank in range(len(lengths)):
+        for x in range(first[rank], lengths[rank]):
+            start, group = new_starts[rank, x], groups[rank, x]
+            starts[rank, x] = start
             if group // count != W:
-                made = (group if group < W * count else group - 2 * count) * m + words.indexes[rank, x]
-                times.start_of[made], times.end_of[made] = start, start + task.ticks[group]
+                made = (group if group < W * count else group - 2 * count) * m + indexes[rank, x]
+                start_of[made], end_of[made] = start, start + ticks[group]
 
 
 @njit(cache=True)
 def longest_path(task: Any, words: Any, times: Any, state: Any, path: Any) -> Any:
     """One longest path from its end on, as rows (rank, place) of `path`: how many there are."""
-    count, m = len(task.ticks) // 4, task.microbatches
+    m, ticks, _, _, first_source, sources, lags, placement, _ = task
+    groups, lengths, indexes, _, _, _ = words
+    starts, start_of, end_of = times
+    count, m = len(ticks) // 4, m
     rank, longest = 0, -1
-    for other in range(len(words.lengths)):
-        x = words.lengths[other] - 1
-        span = times.starts[other, x] + task.ticks[words.groups[other, x]] - times.starts[other, 0]
+    for other in range(len(lengths)):
+        x = lengths[other] - 1
+        span = starts[other, x] + ticks[groups[other, x]] - starts[other, 0]
         if span > longest:
             longest, rank = span, other
-    x, size = words.lengths[rank] - 1, 0
+    x, size = lengths[rank] - 1, 0
     while size < len(path):
         path[size, 0], path[size, 1] = rank, x
         size += 1
-        start, group = times.starts[rank, x], words.groups[rank, x]
-        local = x > 0 and times.starts[rank, x - 1] + task.ticks[words.groups[rank, x - 1]] == start
+        start, group = starts[rank, x], groups[rank, x]
+        local = x > 0 and starts[rank, x - 1] + ticks[groups[rank, x - 1]] == start
         source = -1
         if group // count != W and not (local and next_random(state) < 0.5):
             output = group if group < W * count else group - 2 * count
-            for edge in range(task.first_source[output], task.first_source[output + 1]):
-                needed = task.sources[edge] * m + words.indexes[rank, x]
-                elsewhere = task.placement[task.sources[edge] % count] != rank
-                if elsewhere and times.end_of[needed] + task.lags[edge] == start:
+            for edge in range(first_source[output], first_source[output + 1]):
+                needed = sources[edge] * m + indexes[rank, x]
+                elsewhere = placement[sources[edge] % count] != rank
+                if elsewhere and end_of[needed] + lags[edge] == start:
                     source = needed
         if source >= 0:
-            rank = task.placement[source // m % count]
-            x = first_at(times.starts[rank], words.lengths[rank], times.start_of[source])
-            while words.groups[rank, x] // count == W or not (
-                words.groups[rank, x] % (2 * count) == source // m and words.indexes[rank, x] == source % m
+            rank = placement[source // m % count]
+            x = first_at(starts[rank], lengths[rank], start_of[source])
+            while groups[rank, x] // count == W or not (
+                groups[rank, x] % (2 * count) == source // m and indexes[rank, x] == source % m
             ):
                 x += 1
         elif local:
@@ -345,17 +317,19 @@ def longest_path(task: Any, words: Any, times: Any, state: Any, path: Any) -> An
 
 
 @njit(cache=True)
-def copied(words: Any, rank: Any, low: Any, high: Any, kept: Any) -> Any:
+def row_copied(words: Any, rank: Any, low: Any, high: Any, kept: Any) -> Any:
+    groups, _, indexes, singles, held_rows, worked_rows = words
     for x in range(low, high):
-        kept[0, x], kept[1, x] = words.groups[rank, x], words.indexes[rank, x]
-        kept[2, x], kept[3, x], kept[4, x] = words.singles[rank, x], words.held[rank, x], words.worked[rank, x]
+        kept[0, x], kept[1, x] = groups[rank, x], indexes[rank, x]
+        kept[2, x], kept[3, x], kept[4, x] = singles[rank, x], held_rows[rank, x], worked_rows[rank, x]
 
 
 @njit(cache=True)
-def restored(words: Any, rank: Any, low: Any, high: Any, kept: Any) -> Any:
+def row_restored(words: Any, rank: Any, low: Any, high: Any, kept: Any) -> Any:
+    groups, _, indexes, singles, held_rows, worked_rows = words
     for x in range(low, high):
-        words.groups[rank, x], words.indexes[rank, x] = kept[0, x], kept[1, x]
-        words.singles[rank, x], words.held[rank, x], words.worked[rank, x] = kept[2, x], kept[3, x], kept[4, x]
+        groups[rank, x], indexes[rank, x] = kept[0, x], kept[1, x]
+        singles[rank, x], held_rows[rank, x], worked_rows[rank, x] = kept[2, x], kept[3, x], kept[4, x]
 
 
 @njit(cache=True)
@@ -374,18 +348,22 @@ def anneal(
     steps: Any,
 ) -> Any:
     """`steps` random changes, from temperature `hot` to `cold`; stops at cost `target`. Gives the best cost."""
-    p, count, size = len(words.lengths), len(task.ticks) // 4, words.groups.shape[1]
+    _, ticks, _, _, _, _, _, _, fusable = task
+    groups, lengths, _, _, _, worked_rows = words
+    starts, start_of, _ = times
+    _, _, stamps, _, _, _, _, _, _, _ = trial
+    p, count, size = len(lengths), len(ticks) // 4, groups.shape[1]
     kept = np.zeros((5, size), np.int64)
     path = np.zeros((4 * size, 2), np.int64)
     path_size = work = 0
-    trial.stamps[:] = -1
-    times.start_of[:] = NEVER  # no time is known yet
+    stamps[:] = -1
+    start_of[:] = UNKNOWN  # no time is known yet
     for rank in range(p):
-        counted(task, words, rank)
-        work += words.worked[rank, words.lengths[rank]]
+        row_counted(task, words, rank)
+        work += worked_rows[rank, lengths[rank]]
     none = np.int64(0)  # plain numbers would have all compiled once more
-    cost, total = timed(task, words, times, trial, none, none, none, none, np.int64(NEVER))
-    taken(task, words, times, trial)
+    cost, total = times_anew(task, words, times, trial, none, none, none, none, np.int64(UNKNOWN))
+    times_taken(task, words, times, trial)
     energy = cost + SPREAD * total / p
     cooling = np.log(cold / hot) / steps
     for step in range(1, steps + 1):
@@ -396,15 +374,15 @@ def anneal(
             rank, a = path[x, 0], path[x, 1]
         else:
             rank = int(next_random(state) * p)
-            a = int(next_random(state) * words.lengths[rank])
-        word, length = words.groups[rank], words.lengths[rank]
+            a = int(next_random(state) * lengths[rank])
+        word, length = groups[rank], lengths[rank]
         kind, stage = word[a] // count, word[a] % count
-        toggles = kind == BW or (kind == B and task.fusable[stage])
+        toggles = kind == BW or (kind == B and fusable[stage])
         if toggles and next_random(state) < TOGGLED:
             low, first, last = a, none, length + 1
-            copied(words, rank, first, last, kept)
+            row_copied(words, rank, first, last, kept)
             fits = toggled(task, words, rank, a)
-            worked = work + words.worked[rank, words.lengths[rank]] - kept[4, length]
+            worked = work + worked_rows[rank, lengths[rank]] - kept[4, length]
         else:
             distance = SHORTEST + int(-np.log(1.0 - next_random(state)) * MEAN_DISTANCE)
             b = a + distance if next_random(state) < 0.5 else a - distance
@@ -416,27 +394,27 @@ def anneal(
                 same = same and word[x] == word[a]
             if same:
                 continue
-            copied(words, rank, first, last, kept)
-            fits = moved(task, words, rank, a, b)
+            row_copied(words, rank, first, last, kept)
+            fits = letter_moved(task, words, rank, a, b)
             worked = work
         if fits:
             # A change is taken where the energy rises by no more than a random number, larger while it is hot.
             allowed = energy - hot * np.exp(cooling * step) * np.log(1.0 - next_random(state))
-            since = times.starts[rank, low - 1] + task.ticks[word[low - 1]] if low > 0 else 0
+            since = starts[rank, low - 1] + ticks[word[low - 1]] if low > 0 else 0
             most = int(allowed - SPREAD * worked / p)
-            cost, total = timed(task, words, times, trial, step, rank, low, since, most)
+            cost, total = times_anew(task, words, times, trial, step, rank, low, since, most)
             if cost >= 0 and cost + SPREAD * total / p <= allowed:
-                taken(task, words, times, trial)
+                times_taken(task, words, times, trial)
                 energy, work, path_size = cost + SPREAD * total / p, worked, 0
                 if cost < best_cost:
                     best_cost = cost
                     for other in range(p):
-                        best_lengths[other] = words.lengths[other]
-                        for x in range(words.lengths[other]):
-                            best[other, x] = words.groups[other, x]
+                        best_lengths[other] = lengths[other]
+                        for x in range(lengths[other]):
+                            best[other, x] = groups[other, x]
                     if cost <= target:
                         break
                 continue
-        words.lengths[rank] = length
-        restored(words, rank, first, last, kept)
+        lengths[rank] = length
+        row_restored(words, rank, first, last, kept)
     return best_cost

@@ -12,67 +12,80 @@ from dataclasses import dataclass, field
 from math import inf
 from time import perf_counter
 
-from zbfx.schedule.search.fusing import evaluated
+from zbfx.schedule.search.fusing import evaluated, one_by_one
 from zbfx.schedule.search.list_scheduling import Listed, ListScheduler
 from zbfx.schedule.search.rules import Rule, Turn, arrival_shapes, first_rules, most_in_flight
-from zbfx.timing.exact import Instance
+from zbfx.timing.exact import Instance, longest_paths
 
-PASS_AND_RESULT = 1.4  # how long a pass and making its result take, in passes
-FIRST_OF_LARGE = 3  # rules tried before orders by hand
+ORDERS_AND_RESULT = 1.6  # to check the result and time it, in passes over given orders
+GENERATED_AND_RESULT = 2.6  # the same, after one more pass
+RULES_BETWEEN = 3  # tried before each of the orders by hand
 PATIENCES = (0, 2, 1, 3, 4)
 Generate = Callable[[], Sequence[Sequence[int]]]
 
 
 @dataclass
 class LargeSearch:
-    """`pass_s`: how long the longest pass took so far. `deadline_s`: a reading of perf_counter, by which the result is
-    to be made, too."""
+    """`list_s`, `orders_s`: how long the longest pass of list scheduling, and one over given orders, took so far.
+    `deadline_s`: a reading of perf_counter, by which the result is to be made, too."""
 
     problem: Instance
     limits: Sequence[int] | None
     target: int
     deadline_s: float
     best: Listed | None = None
-    pass_s: float = 0.0
+    list_s: float = 0.0
+    orders_s: float = 0.0
     notes: list[str] = field(default_factory=list)
 
-    def fits(self) -> bool:
-        """Whether a pass would end in time."""
-        return perf_counter() + PASS_AND_RESULT * self.pass_s < self.deadline_s
+    def fits(self, pass_s: float) -> bool:
+        """Whether a pass that takes so long would end in time."""
+        return perf_counter() + pass_s < self.deadline_s
 
-    def has_time(self) -> bool:
-        return self.best is None or (self.best.cost > self.target and self.fits())
+    def lists_fit(self) -> bool:
+        return self.fits(self.list_s + ORDERS_AND_RESULT * self.orders_s)
 
     def expect(self, short: Instance) -> None:
-        """Time a pass over the first microbatches alone, to know how long a whole one will take."""
+        """Time passes over the first microbatches alone, to know how long whole ones will take. The first may compile
+        what the second runs."""
+        scheduler, rule = (
+            ListScheduler(short, self.limits, compiled_from=0),
+            next(large_rules(short, self.limits, None)),
+        )
+        share = self.problem.microbatches / short.microbatches
+        scheduler.run(rule)
         begun = perf_counter()
-        rule = next(large_rules(short, self.limits, None))
-        ListScheduler(short, self.limits).run(rule)
-        self.pass_s = (perf_counter() - begun) * self.problem.microbatches / short.microbatches
+        scheduler.run(rule)
+        listed = perf_counter()
+        longest_paths(short, one_by_one(short))
+        self.list_s, self.orders_s = share * (listed - begun), share * (perf_counter() - listed)
 
     def offer(self, listed: Listed | None, how: str) -> None:
         if listed is not None and (self.best is None or listed.cost < self.best.cost):
             self.best = listed
             self.notes.append(f"{how}: {self.problem.seconds(listed.cost):g}")
 
+    def open(self) -> bool:
+        return self.best is None or self.best.cost > self.target
+
     def lists(self, rules: Iterator[Rule], most: float = inf) -> None:
         """List schedules by these rules, up to `most`, while there is time."""
-        scheduler = ListScheduler(self.problem, self.limits)
+        scheduler = ListScheduler(self.problem, self.limits, compiled_from=0)
         tried = 0
-        while tried < most and self.has_time() and (rule := next(rules, None)) is not None:
+        while tried < most and self.open() and self.lists_fit() and (rule := next(rules, None)) is not None:
             tried += 1
             begun = perf_counter()
             self.offer(scheduler.run(rule, inf if self.best is None else self.best.cost), "list scheduling")
-            self.pass_s = max(self.pass_s, perf_counter() - begun)
+            self.list_s = max(self.list_s, perf_counter() - begun)
 
     def compare(self, name: str, generate: Generate) -> str:
         """Take generated orders if they fit. Say in one line what they cost, or why they were not compared. Raises what
         `generate` raises."""
-        if not self.has_time():
+        if self.best is not None and not (self.open() and self.fits(GENERATED_AND_RESULT * self.orders_s)):
             return f"{name}: not compared, the time or the bound is reached"
         begun = perf_counter()
         listed = evaluated(self.problem, generate(), self.limits)
-        self.pass_s = max(self.pass_s, perf_counter() - begun)
+        self.orders_s = max(self.orders_s, perf_counter() - begun)
         self.offer(listed, name)
         if listed is None:
             return f"{name}: over the limit, or it deadlocks"

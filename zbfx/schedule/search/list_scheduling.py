@@ -13,10 +13,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from math import inf
+from importlib.util import find_spec
+from itertools import accumulate
+from math import ceil, inf
+from typing import Any
+
+import numpy as np
 
 from zbfx.schedule.search.rules import PATIENCE_UNIT, Rule, Turn
 from zbfx.timing.exact import B, F, Instance, W
+
+COMPILED_FROM = 200_000
+NO_LIMIT = 1 << 61
 
 
 @dataclass(frozen=True)
@@ -28,10 +36,12 @@ class Listed:
 
 
 class ListScheduler:
-    """What list scheduling needs of one problem, whatever the rule."""
+    """What list scheduling needs of one problem, whatever the rule. Rules run compiled, where numba is installed, once
+    `compiled_from` actions have been placed: loading numba takes as long as placing some 200,000."""
 
-    def __init__(self, problem: Instance, limits: Sequence[int] | None) -> None:
-        self.problem = problem
+    def __init__(self, problem: Instance, limits: Sequence[int] | None, compiled_from: int = COMPILED_FROM) -> None:
+        self.problem, self.compiled_from, self.actions_run = problem, compiled_from, 0
+        self.compiled: _Compiled | None = None
         count, ranks = problem.stage_count, range(problem.rank_count)
         self.limits: list[float] = [inf] * problem.rank_count if limits is None else list(limits)
         # Later stages first, as their Bs gate every earlier stage's, and their Fs lead to the next Bs.
@@ -58,6 +68,11 @@ class ListScheduler:
 
     def run(self, rule: Rule, stop_at: float = inf) -> Listed | None:
         """The rule's schedule, or None if it gets stuck or costs `stop_at` ticks or more."""
+        self.actions_run += 3 * self.problem.stage_count * self.problem.microbatches
+        if self.actions_run > self.compiled_from and compilable(self.problem):
+            if self.compiled is None:
+                self.compiled = _Compiled(self)
+            return self.compiled.run(rule, stop_at)
         return _ByRule(self, rule).finish(stop_at)
 
     def refill(self, orders: Sequence[Sequence[int]], patience: Sequence[int], stop_at: float = inf) -> Listed | None:
@@ -68,6 +83,65 @@ class ListScheduler:
     def squeeze(self, orders: Sequence[Sequence[int]], stop_at: float = inf) -> Listed | None:
         """Every rank runs the first action of its order that can start, whenever it is free."""
         return _Squeezed(self, orders).finish(stop_at)
+
+
+def compilable(problem: Instance) -> bool:
+    """Whether numba is installed and times fit into its whole numbers, multiplied by the number of ranks."""
+    longest = problem.microbatches * (sum(problem.ticks) + sum(lag for needed in problem.sources for _, lag in needed))
+    return longest * problem.rank_count < NO_LIMIT and find_spec("numba") is not None
+
+
+class _Compiled:
+    """The rules of one problem as numba runs them; the same schedules as `_ByRule` makes."""
+
+    def __init__(self, scheduler: ListScheduler) -> None:
+        from zbfx.schedule.search.listing_loop import rule_listed  # needs numba, which takes .3 s to import
+
+        problem, limits, self.listed = scheduler.problem, scheduler.limits, rule_listed
+        self.problem = problem
+        outputs = range(2 * problem.stage_count)
+        self.lists = (
+            problem.microbatches,
+            whole_numbers(problem.ticks),
+            whole_numbers(problem.grows),
+            whole_numbers(scheduler.room),
+            whole_numbers([NO_LIMIT if limit == inf else limit for limit in limits]),
+            whole_numbers(scheduler.work),
+            *_flat([[(stage,) for stage in stages] for stages in scheduler.stages], 1),
+            *_flat([problem.sources[group] for group in outputs], 2),
+            *_flat(scheduler.receivers, 2),
+        )
+
+    def run(self, rule: Rule, stop_at: float) -> Listed | None:
+        problem = self.problem
+        most = max(map(problem.placement.count, range(problem.rank_count)))
+        orders = np.empty((problem.rank_count, 3 * most * problem.microbatches), np.int64)
+        lengths = np.zeros(problem.rank_count, np.int64)
+        choices = (
+            whole_numbers(rule.hold),
+            whole_numbers(rule.cap),
+            whole_numbers(rule.patience),
+            whole_numbers(rule.alternate),
+            whole_numbers(rule.recycle),
+            whole_numbers([turn.value for turn in rule.turn]),
+        )
+        stop = NO_LIMIT if stop_at == inf else ceil(stop_at)
+        cost = self.listed(self.lists, choices, stop, orders, lengths)
+        if cost < 0:
+            return None
+        return Listed(cost, tuple(tuple(row[:length].tolist()) for row, length in zip(orders, lengths, strict=True)))
+
+
+def whole_numbers(values: Sequence[float]) -> Any:
+    """An array for numba."""
+    return np.array(values, dtype=np.int64)
+
+
+def _flat(rows: Sequence[Sequence[tuple[int, ...]]], columns: int) -> list[Any]:
+    """Where each row begins, and the end of the last; then all entries, a list for each column."""
+    starts = [0, *accumulate(map(len, rows))]
+    entries = [entry for row in rows for entry in row]
+    return [whole_numbers(starts), *(whole_numbers([entry[column] for entry in entries]) for column in range(columns))]
 
 
 class _Listing(ABC):
