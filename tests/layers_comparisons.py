@@ -113,7 +113,12 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "zbfx/program/boxed.py": ("name != 'self'",),
         "zbfx/schedule/integer/mip_child.py": ("__name__ == '__main__'",),
         "zbfx/trace/first_forward.py": ("name == '__init__'",),
-        "zbfx/trace/guard.py": ("function.__name__ != '__init__'", "step.opname in READS", "name.startswith('__')"),
+        "zbfx/trace/code_reads.py": (
+            "function.__name__ != '__init__'",
+            "step.opname in READS",
+            "step.opname == 'STORE_ATTR'",
+        ),
+        "zbfx/trace/guard.py": ("name.startswith('__')",),
         "zbfx/trace/user_lines.py": (
             "name.startswith('__i')",
             "name == '__setitem__'",

@@ -26,6 +26,7 @@ UNREAD = {  # attributes of models and configurations that forwards do not read
     "_commit_hash",
     "_name_or_path",
 }
+WRITTEN_BY_SAVING = {"architectures", "dtype"}  # attributes of configurations that save_pretrained writes
 
 
 def conversions_of(model: Any) -> list[Any]:

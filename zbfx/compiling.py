@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -189,6 +190,7 @@ def compile(
         with nullcontext() if options.measures else uncollected():  # what was measured is let go at once
             fitted = fit(traced, resolved(options), memo)
         compiled = self_checked(fitted, source)
+        source = replace(source, guard=source.guard.renewed(model, loss_fn))
         if kept:
             kept.keep(compiled, source)
         return Pipeline(compiled, source, memo(Compiler, options.runs.compiles))

@@ -39,11 +39,24 @@ def asked_for(rank: int) -> dict[str, Any]:
     problem = normed()
     step = compiled(problem, 2, 3, cuts=["2"]).bind()
     found: dict[str, Any] = {"before": told(problem.model)}
+    found["run before"] = refusal(lambda: problem.model.eval()(*problem.inputs))["text"]
+    problem.model.train()
     losses = run(step, problem, 1)["losses"]
     found["trained"] = told(problem.model)
-    found["own"] = refusal(problem.model.get_submodule("0" if rank == 0 else "3").state_dict)["text"]
+    own = problem.model.get_submodule("0" if rank == 0 else "3")
+    found["own"] = refusal(own.state_dict)["text"]
+    values = {name: tensor.clone() for name, tensor in problem.model.named_parameters()}
+    values |= {name: tensor.clone() for name, tensor in problem.model.named_buffers()}
+    found["run"] = {
+        "whole": refusal(lambda: problem.model(*problem.inputs))["text"],
+        "part": refusal(lambda: own(*problem.inputs))["text"],
+        "with values": refusal(lambda: torch.func.functional_call(problem.model, values, problem.inputs))["text"],
+    }
     problem.model.load_state_dict(state := step.full_state_dict(everywhere=True))
     found["loaded"] = told(problem.model)
+    found["run"]["loaded"] = refusal(lambda: copy.deepcopy(problem.model)(*problem.inputs))["text"]
+    found["run"]["loaded itself"] = refusal(lambda: problem.model.eval()(*problem.inputs))["text"]
+    problem.model.train()
     found["evaluated"] = step.evaluate(*problem.inputs, *problem.targets).item()
     found["same"] = all(torch.equal(value, state[name]) for name, value in problem.model.state_dict().items())
     found["copied"] = told(copy.deepcopy(problem.model))

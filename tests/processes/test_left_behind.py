@@ -32,7 +32,9 @@ def test_every_way_to_ask_for_the_whole_is_refused_once_ranks_have_trained(launc
             assert MIXED in text
             assert "Call step.full_state_dict(), on all ranks" in text
     assert ("2.0.weight" if rank == 0 else "0.0.weight") in found["trained"]["state_dict"]
-    assert found["own"] == ""
+    assert found["own"] == found["run before"] == ""
+    assert "this forward of Linear would mix trained values and old ones" in found["run"].pop("whole")
+    assert set(found["run"].values()) == {""}
     assert found["same"]
     assert len(found["losses"]) == 2
 

@@ -49,6 +49,11 @@ def hook_tables(module: nn.Module) -> list[dict[Any, Any]]:
     return [vars(module)[name] for name in names]
 
 
+def forward_pre_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """The dict in which a module keeps what runs before its forward."""
+    return module._forward_pre_hooks
+
+
 def backward_hook_tables(module: nn.Module) -> list[dict[Any, Any]]:
     """The dicts in which a module keeps the hooks on its backward."""
     return [module._backward_pre_hooks, module._backward_hooks]

@@ -37,11 +37,12 @@ import torch
 from torch import Tensor, nn
 
 from zbfx._torch.fakes import is_fake
-from zbfx._torch.modules import hook_tables, original_of, own_buffers, own_parameters
+from zbfx._torch.modules import original_of, own_buffers, own_parameters
 from zbfx._transformers import UNREAD
 from zbfx.spelled import ADDRESS, spelled
 from zbfx.trace.first_forward import OF_MODULES
 from zbfx.trace.guard import mode, named_modules
+from zbfx.trace.left_behind import users_hooks
 from zbfx.trace.tensor_names import canonical_names, named_tensors
 from zbfx.user_pass import source_of
 
@@ -77,7 +78,7 @@ def identity(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Identity:
         found[title] = f"{known.named_code(type(module))} in {mode(module.training)} mode"
         own = own_attributes(module)
         found |= {f"{title}: {key}": known.text(value) for key, value in own.items()}
-        hooks = hooks_of(module)
+        hooks = list(users_hooks(module))
         found |= {f"{title}: hooks": known.text(hooks)} if hooks else {}
     canonical = canonical_names(model, loss_fn)
     for name, tensor in tensors.items():
@@ -92,10 +93,6 @@ def identity(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Identity:
 def own_attributes(module: nn.Module) -> dict[str, Any]:
     """What a module holds beside what every module does: functions anywhere may read it."""
     return {key: vars(module)[key] for key in sorted(vars(module).keys() - OF_MODULES - UNREAD)}
-
-
-def hooks_of(module: nn.Module) -> list[Any]:
-    return [hook for table in hook_tables(module) for hook in table.values()]
 
 
 def layout_text(tensor: Tensor) -> str:
@@ -204,7 +201,7 @@ class Known:
         if isinstance(value, nn.Module):
             name = f"{self.named_code(type(value))} in {mode(value.training)} mode"
             children = {**own_parameters(value), **own_buffers(value), **dict(value.named_children())}
-            return f"{name} {inside([own_attributes(value), children, hooks_of(value)])}"
+            return f"{name} {inside([own_attributes(value), children, list(users_hooks(value))])}"
         if isinstance(value, ModuleType):
             return value.__name__
         if isinstance(value, FunctionType | BuiltinFunctionType | type):

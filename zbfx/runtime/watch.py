@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain, repeat
 from operator import attrgetter
 from typing import Any
@@ -33,11 +33,16 @@ class Watch:
     that was seen last; any that is not is looked at by name."""
 
     def __init__(
-        self, source: Source, device: torch.device, trained: Mapping[str, nn.Parameter], replaced: Collection[str] = ()
+        self,
+        source: Source,
+        device: torch.device,
+        trained: Mapping[str, nn.Parameter],
+        replaced: Collection[str] = (),
+        constants: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         """The tensors are those of the model now; those that this process uses are on `device`; `trained` are the
         parameters whose gradients arise here, in the dtypes that they have now. `replaced` are the buffers that the
-        model's own forward replaces."""
+        model's own forward replaces, `constants()` the tensors beside parameters and buffers that graphs read."""
         guard, model, loss_fn = source.guard, source.model, source.loss_fn
         self.guard, self.model, self.loss_fn, self.trained = guard, model, loss_fn, trained
         self.gradient_dtypes = {
@@ -49,6 +54,7 @@ class Watch:
         self.distinct = list({id(tensor): tensor for tensor in self.tensors.values()}.values())
         self.seen: dict[bool, tuple[list[object], list[object]]] = {}
         self.handles: int | None = None
+        self.reached, self.constants = guard.reached, constants
         modules = list(dict.fromkeys(guard.modules.values()))
         self.spaces = [vars(module) for module in modules]
         self.tables = [table for module in modules for table in (*part_tables(module), *hook_tables(module))]
@@ -69,6 +75,7 @@ class Watch:
             *[space.get("forward") for space in self.spaces],
             *map(attrgetter("requires_grad"), self.parameters),
             *map(attrgetter("dtype"), self.distinct),
+            *self.reached.state(),
         ]
 
     def places(self) -> list[object]:
@@ -87,7 +94,9 @@ class Watch:
         before, places_before = self.seen.get(evaluation, ([], []))
         if same_objects(before, now) and places == places_before:
             return
-        self.guard.check(self.model, self.loss_fn, evaluation=evaluation)
+        constants = set(map(id, self.constants()))
+        now_held = self.guard.check(self.model, self.loss_fn, evaluation=evaluation, constants=constants)
+        self.reached = now_held.reached  # of the objects that are there now
         self.take_back(used())
         self.check_tensors(used())
         self.seen[evaluation] = self.state(), self.places()

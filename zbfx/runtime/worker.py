@@ -52,7 +52,8 @@ class Worker:
         self.options, self.ranks, self.launch, self.modes = options, ranks, launch, source.modes
         self.source = source
         trained = {name: p for runner in engine.runners for name, p in runner.parameters.items()}
-        self.watch = Watch(source, engine.pipe.device, trained | engine.parameters, engine.pipe.joint.replaced)
+        held = engine.pipe.joint.replaced, self.constants
+        self.watch = Watch(source, engine.pipe.device, trained | engine.parameters, *held)
         self.engines = Engines(engine, options, ranks, launch, variants, self.watch.check_tensors, compiler)
         self.look_out = LookOut({name: source.named[name] for name in engine.elsewhere}, self.unsettled)
         if self.look_out.elsewhere or engine.shards is not None:
@@ -80,6 +81,10 @@ class Worker:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ZbfxError(f"count is the number of training steps so far, an integer >= 0; found {value!r}")
         self._count = value
+
+    def constants(self) -> list[Tensor]:
+        """The tensors beside parameters, buffers and batches that graphs read."""
+        return [tensor for engine in self.engines for tensor in engine.pipe.joint.constants.values()]
 
     def is_bound(self) -> bool:
         """Whether calls may follow that train the model."""

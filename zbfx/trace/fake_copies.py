@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zbfx._torch.modules import own_modules
 from zbfx.errors import TraceError, listed
 from zbfx.trace.compiled_parts import deep_copy
-from zbfx.trace.left_behind import without_look_outs
+from zbfx.trace.left_behind import forget_nothing, without_look_outs
 from zbfx.trace.refusals import refuse_subclass
 from zbfx.trace.tensor_names import named_tensors, plain_tensors
 from zbfx.trace.tensor_parallel import fake_sharded, is_sharded
 
 
-def fake_copies(model: nn.Module, loss_fn: Any, fake_mode: Any, device: torch.device) -> tuple[nn.Module, Any]:
+def fake_copies(
+    model: nn.Module, loss_fn: Any, outside: Iterable[Tensor], fake_mode: Any, device: torch.device
+) -> tuple[nn.Module, Any]:
     """Copies of model and loss whose parameters and buffers are fake. A tensor with two names has two names there too.
-    In the copies, tensors that are plain attributes are buffers. So the pipeline reads and writes the live ones."""
-    memo = without_look_outs(model, loss_fn)
+    In the copies, tensors that are plain attributes are buffers. So the pipeline reads and writes the live ones. It
+    reads live ones `outside` of these too, such as those in a list that a module holds."""
+    memo = without_look_outs(model, loss_fn) | {id(tensor): tensor for tensor in outside if tensor.is_leaf}
     for name, tensor in named_tensors(model, loss_fn).items():
         if id(tensor) in memo:
             continue
@@ -38,6 +41,7 @@ def fake_copies(model: nn.Module, loss_fn: Any, fake_mode: Any, device: torch.de
     try:
         fake_model = deep_copy(model, memo)
         fake_loss_fn = deep_copy(loss_fn, memo) if isinstance(loss_fn, nn.Module) else loss_fn
+        forget_nothing(fake_model, fake_loss_fn)
         for copied in (fake_model, fake_loss_fn):
             for module, attribute, _, tensor in plain_tensors(copied) if isinstance(copied, nn.Module) else ():
                 delattr(module, attribute)

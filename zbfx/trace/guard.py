@@ -5,29 +5,28 @@ That is the modes, layers, hooks and Python values of the model, and the dtypes 
 
 from __future__ import annotations
 
-import dis
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
 from operator import is_
-from types import BuiltinFunctionType, CodeType, FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
 
-from zbfx._torch.modules import hook_tables, own_buffers
+from zbfx._torch.modules import own_buffers
 from zbfx.errors import InputError, listed
 from zbfx.modes import Modes
+from zbfx.trace.code_reads import attributes_read, own_classes
 from zbfx.trace.first_forward import OF_MODULES
+from zbfx.trace.left_behind import users_hooks
+from zbfx.trace.reached import Reached
 from zbfx.trace.tensor_names import LOSS_PREFIX, canonical_names, named_tensors
 
 NUMBERS = (bool, int, float, complex, str, torch.dtype, numpy.generic)
 PLAIN = (*NUMBERS, FunctionType, BuiltinFunctionType)
 MISSING = "nothing"
-READS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}  # instructions of Python that read an attribute
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,7 @@ class Guard:
     values: Mapping[str, object]  # numbers, texts and functions that modules hold, or their classes
     layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # of parameters and buffers
     empty: frozenset[str]  # attributes and buffers that were None
+    reached: Reached  # what lies elsewhere than in plain attributes of modules
 
     @classmethod
     def of(cls, model: nn.Module, loss_fn: Any) -> Guard:
@@ -54,10 +54,7 @@ class Guard:
                 for inner, p in part.named_parameters(remove_duplicate=False)
             },
             modules,
-            {
-                name: tuple(hook for table in hook_tables(module) for hook in table.values())
-                for name, module in modules.items()
-            },
+            {name: users_hooks(module) for name, module in modules.items()},
             {name: vars(module).get("forward") for name, module in modules.items()},
             {
                 f"{name}.{attribute}".removeprefix("."): getattr(module, attribute)
@@ -72,10 +69,19 @@ class Guard:
                 for attribute, value in table.items()
                 if value is None and attribute not in OF_MODULES
             ),
+            Reached.of(model, loss_fn, named_tensors(model, loss_fn)),
         )
 
-    def check(self, model: nn.Module, loss_fn: Any, *, evaluation: bool = False) -> None:
-        """Raises `InputError` if the model has changed since. In evaluation, modes and `requires_grad` may differ."""
+    def renewed(self, model: nn.Module, loss_fn: Any) -> Guard:
+        """With what code reads elsewhere than on the model as it is now: a trace may have moved a counter on."""
+        return replace(self, reached=Reached.of(model, loss_fn, named_tensors(model, loss_fn)))
+
+    def check(
+        self, model: nn.Module, loss_fn: Any, *, evaluation: bool = False, constants: Collection[int] = ()
+    ) -> Guard:
+        """Raises `InputError` if the model has changed since. In evaluation, modes and `requires_grad` may differ.
+        `constants` are the ids of the tensors that graphs read, beside parameters and buffers. Returns what the model
+        is now."""
         now = Guard.of(model, loss_fn)
         if not evaluation:
             self.check_flags(now)
@@ -104,8 +110,12 @@ class Guard:
                     f"{f'{name}.forward'.removeprefix('.')} was replaced since the model was traced; the graph holds "
                     f"the one of then. Put it back, or compile again"
                 )
-        if not evaluation or self.training == now.training:  # a module may hold other values in another mode
+        is_whole = not evaluation or self.training == now.training  # a module may hold other values in another mode
+        if is_whole:
             self.check_values(now)
+        if (change := self.reached.change(now.reached, constants, outside=not is_whole)) is not None:
+            raise InputError(changed_value(*change))
+        return now
 
     def undo(self, model: nn.Module, loss_fn: Any) -> None:
         """Take out of a copy of the model what forwards outside of steps have made since. New buffers go, and what was
@@ -156,12 +166,28 @@ class Guard:
         for name, before in self.values.items():
             after = now.values.get(name, MISSING)
             if after is not before and (type(after) is not type(before) or after != before):
-                raise InputError(
-                    f"{name} was {before!r} when the model was traced, and is a constant of the graph; found "
-                    f"{after!r}. Make a value that changes a buffer (register_buffer) and fill it in place, or pass it "
-                    f"as an input tensor; keep one that the forward does not read elsewhere than on the model; or "
-                    f"compile again"
-                )
+                raise InputError(changed_value(name, before, after))
+
+
+def changed_value(name: str, before: object, after: object) -> str:
+    """What to say of a value that the graph holds."""
+    was, found = in_message(before), in_message(after)
+    return (
+        f"{name} was {was} when the model was traced, and is a constant of the graph; found "
+        f"{found if found != was else f'another one ({found})'}. "
+        f"Make a value that changes a buffer (register_buffer) and fill it in place, or pass it as an input tensor; "
+        f"keep one that the forward does not read elsewhere than on the model; or compile again"
+    )
+
+
+def in_message(value: object) -> str:
+    """A value in a message: of a large one its beginning, of a tensor or a module its kind."""
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
+    if isinstance(value, nn.Module):
+        return f"a {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,37 +243,6 @@ def plain_attributes(module: nn.Module) -> Iterator[str]:
         if name not in own and isinstance(value, NUMBERS) and not name.startswith("__")
     ]
     return (name for name in names if name in read)
-
-
-@cache
-def attributes_read(owner: Any) -> frozenset[str]:
-    """The names of attributes, of any object, that the code of a module's classes reads. That is the code of their
-    methods and of all functions in their files. Texts in it that could be names count as read, as `getattr` may read
-    them. An attribute that no code reads may change freely, as a counter does."""
-    classes = own_classes(owner)
-    files = [vars(sys.modules[part.__module__]) for part in classes if part.__module__ in sys.modules]
-    codes = (code for space in (*map(vars, classes), *files) for value in space.values() for code in codes_of(value))
-    return frozenset[str]().union(*map(names_read, codes))
-
-
-@cache
-def names_read(code: CodeType) -> frozenset[str]:
-    """Those that this code reads, and the code inside it."""
-    found = {str(step.argval) for step in dis.get_instructions(code) if step.opname in READS}
-    found |= {text for text in code.co_consts if isinstance(text, str) and text.isidentifier()}
-    return frozenset(found).union(*(names_read(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
-
-
-def codes_of(value: object) -> list[CodeType]:
-    """The code of a function, of a static, class or decorated method, or of a property. `__init__` is left out."""
-    inner = [getattr(value, name, None) for name in ("fget", "__func__", "__wrapped__")]
-    functions = [f for f in (value, *inner) if isinstance(f, FunctionType)]
-    return [function.__code__ for function in functions if function.__name__ != "__init__"]
-
-
-def own_classes(owner: type) -> tuple[type, ...]:
-    """A module's classes before `nn.Module`, its own first."""
-    return owner.__mro__[: owner.__mro__.index(nn.Module)]
 
 
 def same_objects(before: Collection[object], after: Collection[object]) -> bool:

@@ -1,5 +1,5 @@
 """Tensors of a model whose values are on other ranks. In: the model of a pipeline that is bound over several ranks.
-Out: an error where it is asked for a `state_dict`, a copy or a pickle: some of these values would be old ones.
+Out: an error where it is called, or asked for a `state_dict`, a copy or a pickle: some of the values would be old ones.
 
 A tensor is left behind from a step of a pipeline that trains it on other ranks until something writes into it here."""
 
@@ -11,9 +11,28 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zbfx._torch.modules import own_buffers, own_parameters, persistent_buffers, state_dict_pre_hooks
+from zbfx._torch.modules import (
+    forward_pre_hooks,
+    hook_tables,
+    own_buffers,
+    own_parameters,
+    persistent_buffers,
+    state_dict_pre_hooks,
+)
 from zbfx._torch.tensors import version_of
 from zbfx.errors import ZbfxError, listed
+
+OF_STATE_DICT = 2  # arguments of hooks before a `state_dict`, after the module; hooks before a forward get one
+WITH_STATE = (
+    "this state_dict",
+    "Call step.full_state_dict(), on all ranks, for the whole model; step.named_parameters() and step.named_buffers() "
+    "are what this rank has. To copy or pickle the model, make another one and load the whole into it",
+)
+WITH_FORWARD = (
+    "this forward",
+    "Call step.forward(...) for outputs and step.evaluate(...) for losses, on all ranks; or load the whole here first: "
+    "model.load_state_dict(step.full_state_dict(everywhere=True))",
+)
 
 
 def leave_behind(tensor: Tensor) -> None:
@@ -57,9 +76,9 @@ def make_nothing() -> Callable[..., None]:
 
 
 class LookOut:
-    """A hook of every module of a model, which raises before the module's `state_dict` is made if a tensor of it has
-    other values elsewhere. Modules are copied and pickled with their hooks, so it raises there too. `elsewhere` are the
-    tensors that other ranks train; `unsettled()` says what this rank's own tensors wait for."""
+    """A hook of every module of a model, which raises before the module's forward runs, or its `state_dict` is made, if
+    a tensor of it has other values elsewhere. Modules are copied and pickled with their hooks, so it raises there too.
+    `elsewhere` are the tensors that other ranks train; `unsettled()` says what this rank's own tensors wait for."""
 
     def __init__(self, elsewhere: Mapping[str, Tensor], unsettled: Callable[[], str | None]) -> None:
         self.elsewhere = elsewhere
@@ -68,10 +87,12 @@ class LookOut:
     def watch(self, *parts: Any) -> None:
         """Look out for a model and its loss, in the place of an earlier look-out."""
         for module in modules_of(*parts):
-            hooks = state_dict_pre_hooks(module)
-            for number in [number for number, hook in hooks.items() if isinstance(hook, LookOut)]:
-                del hooks[number]
+            for hooks in (state_dict_pre_hooks(module), forward_pre_hooks(module)):
+                for number in [number for number, hook in hooks.items() if isinstance(hook, LookOut)]:
+                    del hooks[number]
             module.register_state_dict_pre_hook(self)
+            if own_parameters(module) or own_buffers(module):
+                module.register_forward_pre_hook(self)
 
     def trains(self) -> None:
         """A step trains, on all ranks."""
@@ -79,21 +100,24 @@ class LookOut:
             if not is_left_behind(tensor):
                 leave_behind(tensor)
 
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        persistent = persistent_buffers(module)
-        kept = {name: buffer for name, buffer in own_buffers(module).items() if name in persistent}
-        own = {prefix + name: tensor for name, tensor in (own_parameters(module) | kept).items() if tensor is not None}
-        if own:
-            self.refuse(f"this state_dict of {type(module).__name__}", own)
+    def __call__(self, module: nn.Module, *given: Any) -> None:
+        """Before a forward, with its arguments, or before a `state_dict`, with the prefix and what it keeps."""
+        own: dict[str, Tensor | None] = {**own_parameters(module), **own_buffers(module)}
+        is_state = len(given) == OF_STATE_DICT
+        if is_state:
+            persistent = persistent_buffers(module)
+            own = {given[0] + name: own[name] for name in own if name in own_parameters(module) or name in persistent}
+        held = {name: tensor for name, tensor in own.items() if tensor is not None}
+        if held:
+            what, instead = WITH_STATE if is_state else WITH_FORWARD
+            self.refuse(f"{what} of {type(module).__name__}", held, instead)
 
-    def refuse(self, what: str, named: Mapping[str, Tensor]) -> None:
+    def refuse(self, what: str, named: Mapping[str, Tensor], instead: str = WITH_STATE[1]) -> None:
         """Raise if some of these tensors have no values here, or old ones, or if those of this rank are not final."""
         if others := [name for name, tensor in named.items() if not has_values(tensor)]:
             raise ZbfxError(
-                f"{what} would mix trained values and old ones: other ranks have those of {listed(others, 3)}. Call "
-                f"step.full_state_dict(), on all ranks, for the whole model; step.named_parameters() and "
-                f"step.named_buffers() are what this rank has. To copy or pickle the model, make another one and load "
-                f"the whole into it"
+                f"{what} would mix trained values and old ones: other ranks have those of {listed(others, 3)}. "
+                f"{instead}"
             )
         unsettled = self.unsettled()
         if unsettled is not None and (reason := unsettled()) is not None:
@@ -117,3 +141,21 @@ def without_look_outs(*parts: Any) -> dict[int, Any]:
     """Entries of a memo of `copy.deepcopy` for copies of modules that hold no values."""
     hooks = [hook for module in modules_of(*parts) for hook in state_dict_pre_hooks(module).values()]
     return {id(hook): nothing for hook in hooks if isinstance(hook, LookOut)}
+
+
+def users_hooks(module: nn.Module) -> tuple[Any, ...]:
+    """The hooks on a module's forward and backward, without look-outs."""
+    return tuple(
+        hook
+        for table in hook_tables(module)
+        for hook in table.values()
+        if hook is not nothing and not isinstance(hook, LookOut)
+    )
+
+
+def forget_nothing(*copies: Any) -> None:
+    """Take out of copies what look-outs have become in them: a trace would meet it in every layer."""
+    for module in modules_of(*copies):
+        hooks = forward_pre_hooks(module)
+        for number in [number for number, hook in hooks.items() if hook is nothing]:
+            del hooks[number]

@@ -30,6 +30,7 @@ from zbfx.trace.decompositions import RIGHT
 from zbfx.trace.fake_copies import fake_copies
 from zbfx.trace.first_forward import take_made
 from zbfx.trace.objective import Objective
+from zbfx.trace.reached import Reached
 from zbfx.trace.refusals import refuse, refuse_flex_attention, refuse_mixed_dtypes, refuse_subclass
 from zbfx.trace.signature import Signature
 from zbfx.trace.stamped import Body, FirstLook, LayersAlike, NotAlike, Stand, body_of
@@ -97,8 +98,10 @@ def trace(
             for index, spec in enumerate(signature.tensors)
         ]
 
+    outside = Reached.of(model, loss_fn, named_tensors(model, loss_fn)).tensors.values()
+
     def objective_of(*, traced: bool = True) -> Objective:
-        copies = fake_copies(model, loss_fn, fake_mode, device)
+        copies = fake_copies(model, loss_fn, outside, fake_mode, device)
         undo(*copies)
         objective = Objective(*copies, signature, wanted, traced=traced)
         return objective.eval() if wanted.in_eval else objective
