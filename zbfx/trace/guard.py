@@ -114,7 +114,7 @@ class Guard:
         if is_whole:
             self.check_values(now)
         if (change := self.reached.change(now.reached, constants, outside=not is_whole)) is not None:
-            raise InputError(changed_value(*change))
+            refuse_changed(*change)
         return now
 
     def undo(self, model: nn.Module, loss_fn: Any) -> None:
@@ -166,17 +166,17 @@ class Guard:
         for name, before in self.values.items():
             after = now.values.get(name, MISSING)
             if after is not before and (type(after) is not type(before) or after != before):
-                raise InputError(changed_value(name, before, after))
+                refuse_changed(name, before, after)
 
 
-def changed_value(name: str, before: object, after: object) -> str:
-    """What to say of a value that the graph holds."""
+def refuse_changed(name: str, before: object, after: object) -> None:
+    """Raise for a value that the graph holds, and that the model's code would read another one of."""
     was, found = in_message(before), in_message(after)
-    return (
-        f"{name} was {was} when the model was traced, and is a constant of the graph; found "
-        f"{found if found != was else f'another one ({found})'}. "
-        f"Make a value that changes a buffer (register_buffer) and fill it in place, or pass it as an input tensor; "
-        f"keep one that the forward does not read elsewhere than on the model; or compile again"
+    found = found if found != was else f"another one ({found})"
+    raise InputError(
+        f"{name} was {was} when the model was traced, and is a constant of the graph; found {found}. Make a value that "
+        f"changes a buffer (register_buffer) and fill it in place, or pass it as an input tensor; keep one that the "
+        f"forward does not read elsewhere than on the model; or compile again"
     )
 
 
