@@ -17,8 +17,6 @@ import torch
 from zbfx._torch import switches
 from zbfx.errors import ZbfxError
 
-AUTOCAST_DEVICES = ("cpu", "cuda")
-
 
 class Switch(NamedTuple):
     """A setting of the whole process."""
@@ -35,6 +33,12 @@ SWITCHES = (  # dtypes and kernels of a graph's operators depend on them
     ),
     Switch(switches.float32_precisions, switches.set_float32_precisions),
     Switch(switches.kernel_choices, switches.set_kernel_choices),
+    Switch(switches.attention_order, switches.set_attention_order),
+    Switch(switches.half_sums, switches.set_half_sums),
+    Switch(switches.algorithms, switches.set_algorithms),
+    Switch(switches.shortcuts, switches.set_shortcuts),
+    Switch(switches.autocast_dtypes, switches.set_autocast_dtypes),
+    Switch(switches.fills_memory, switches.set_fills_memory),
 )
 
 
@@ -51,7 +55,7 @@ class Modes:
     @classmethod
     def now(cls) -> Modes:
         """The state of the calling thread."""
-        on = [device for device in AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
+        on = [device for device in switches.AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
         return cls(
             tuple(switch.read() for switch in SWITCHES),
             tuple((device, torch.get_autocast_dtype(device)) for device in on),
@@ -65,9 +69,9 @@ class Modes:
         their casts and gradients. Raises `ZbfxError` inside a transform of torch.func, whose tensors no graph takes."""
         if switches.is_transforming():
             raise ZbfxError(
-                "zbfx was called inside a transform of torch.func (vmap, grad, functional_call under one of them): a "
-                "pipeline runs on plain tensors and makes its own gradients. Call it outside; use such transforms in "
-                "the model's forward"
+                "zbfx was called inside a transform of torch.func (vmap, grad, functional_call under one of them), or "
+                "inside a dual_level of forward-mode gradients: a pipeline runs on plain tensors and makes its own "
+                "gradients. Call it outside; use such transforms in the model's forward"
             )
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(mode=False))

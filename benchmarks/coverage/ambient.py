@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,14 +36,29 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+SWITCHED: dict[str, Callable[[Any], Any]] = {  # by name of the switch, in their order: another state than this one
+    "default dtype": lambda _: torch.float64,
+    "deterministic algorithms": lambda _: 2,
+    "TF32": lambda _: ("medium", "tf32", "ieee", "tf32", "bf16", "none", "none"),
+    "attention kernels": lambda _: (False, False, True, False, False, False),
+    "order of attention kernels": lambda now: (*reversed(now[:-1]), not now[-1]),
+    "sums in half precision": lambda now: tuple(not entry for entry in now),
+    "algorithms of cuDNN": lambda now: (*now[:-3], True, True, False),
+    "decompositions": lambda now: (*now[:-1], not now[-1]),
+    "dtype of autocast": lambda _: (torch.float16, torch.bfloat16),
+    "filled memory": lambda now: not now,
+}
+
+
 @contextmanager
-def switch(index: int, value: Any) -> Iterator[None]:
-    before = SWITCHES[index].read()
-    SWITCHES[index].write(value)
+def switch(name: str) -> Iterator[None]:
+    found = dict(zip(SWITCHED, SWITCHES, strict=True))[name]
+    before = found.read()
+    found.write(SWITCHED[name](before))
     try:
         yield
     finally:
-        SWITCHES[index].write(before)
+        found.write(before)
 
 
 def within(mode: AbstractContextManager[Any], call: Call) -> Any:
@@ -65,18 +81,20 @@ def compiled_call(call: Call) -> Any:
     return torch.compile(call, backend="eager")()
 
 
+def switched_call(name: str, call: Call) -> Any:
+    return within(switch(name), call)
+
+
 MODES: dict[str, Callable[[Call], Any]] = {
     "autocast": lambda call: within(torch.autocast("cpu", torch.bfloat16, cache_enabled=False), call),
     "no_grad": lambda call: within(torch.no_grad(), call),
     "enable_grad": lambda call: within(torch.enable_grad(), call),
     "inference_mode": lambda call: within(torch.inference_mode(), call),
-    "default dtype": lambda call: within(switch(0, torch.float64), call),
     "default device": lambda call: within(torch.device("meta"), call),
-    "deterministic algorithms": lambda call: within(switch(1, 2), call),
-    "TF32": lambda call: within(switch(2, ("medium", "tf32", "ieee", "tf32", "bf16", "none", "none")), call),
-    "attention kernels": lambda call: within(switch(3, (False, False, True, False, False, False)), call),
+    **{name: partial(switched_call, name) for name in SWITCHED},
     "function mode": lambda call: within(Sines(), call),
     "dispatch mode": lambda call: within(Watching(), call),
     "torch.compile": compiled_call,
     "vmap": mapped,
+    "dual_level": lambda call: within(torch.autograd.forward_ad.dual_level(), call),
 }

@@ -99,6 +99,12 @@ def test_the_same_call_has_the_same_key() -> None:
     assert key(replace(of_scale(), loss_fn=weighted(weight))) == key(replace(of_scale(), loss_fn=weighted(weight + 0)))
 
 
+KERNELS = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+    SDPBackend.CUDNN_ATTENTION,
+]
 CHANGES: dict[str, Callable[[], str]] = {
     "a value": lambda: key(of_scale(3.0)),
     "a dtype": lambda: key(of_scale(dtype=torch.float64)),
@@ -127,6 +133,9 @@ def test_what_decides_a_plan_decides_its_key(monkeypatch: pytest.MonkeyPatch) ->
         found["autocast"] = key(of_scale())
     with sdpa_kernel(SDPBackend.MATH):
         found["kernels of attention"] = key(of_scale())
+    kernels = [SDPBackend.CUDNN_ATTENTION, *(kernel for kernel in KERNELS if kernel != SDPBackend.CUDNN_ATTENTION)]
+    with sdpa_kernel(kernels, set_priority=True):
+        found["their order"] = key(of_scale())
     for name in ("own_version", "device_text"):
         with monkeypatch.context() as patch:
             patch.setattr(f"zbfx.plans.cache.{name}", lambda *_: "another")

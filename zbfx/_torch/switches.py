@@ -6,6 +6,10 @@ _len_torch_function_stack, ...      2.11.0, 2.13.0   the function modes that are
 peek_interpreter_stack              2.11.0, 2.13.0   the transforms of torch.func that are at work
 _set_mkldnn_enabled                 2.11.0, 2.13.0   backends.mkldnn.flags sets more, and warns of it
 _set_cudnn_enabled                  2.11.0, 2.13.0   backends.cudnn.flags sets more
+_get_sdp_priority_order, ...         2.11.0, 2.13.0   in which order kernels of attention are tried
+_get_cudnn_benchmark, ...           2.11.0, 2.13.0   backends.cudnn may have frozen its own names
+_get_nnpack_enabled, ...            2.11.0, 2.13.0   backends.nnpack has no plain names
+forward_ad._current_level           2.11.0, 2.13.0   whether a dual_level is on
 torch.autograd._profiler_enabled    2.11.0, 2.13.0   whether torch.profiler, or emit_nvtx, records what runs
 """
 
@@ -24,8 +28,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def is_transforming() -> bool:
-    """Whether a transform of torch.func (vmap, grad) is at work."""
-    return peek_interpreter_stack() is not None
+    """Whether a transform of torch.func (vmap, grad) is at work, or a level of forward-mode gradients."""
+    return peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 def function_modes() -> tuple[Any, ...]:
@@ -96,6 +100,100 @@ def set_kernel_choices(found: Sequence[bool]) -> None:
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(is_on)
     torch._C._set_mkldnn_enabled(mkldnn)
     torch._C._set_cudnn_enabled(cudnn)
+
+
+def attention_order() -> tuple[Any, ...]:
+    """In which order kernels of attention are tried, and whether the plain one may sum in half precision."""
+    return *torch._C._get_sdp_priority_order(), torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+
+
+def set_attention_order(found: Sequence[Any]) -> None:
+    """Switch to what `attention_order` has found."""
+    *order, allows_half = found
+    torch._C._set_sdp_priority_order(order)
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(allows_half)
+
+
+HALF_SUMS = (
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+)
+
+
+def half_sums() -> tuple[bool, ...]:
+    """How products in half precision may be summed on GPUs."""
+    return tuple(getattr(torch.backends.cuda.matmul, name) for name in HALF_SUMS)
+
+
+def set_half_sums(found: Sequence[bool]) -> None:
+    """Switch to what `half_sums` has found."""
+    for name, is_on in zip(HALF_SUMS, found, strict=True):
+        setattr(torch.backends.cuda.matmul, name, is_on)
+
+
+PREFERRED = ("preferred_linalg_library", "preferred_blas_library", "preferred_rocm_fa_library")
+
+
+def algorithms() -> tuple[Any, ...]:
+    """Libraries that are preferred on GPUs; whether cuDNN times its algorithms, and takes deterministic ones alone;
+    NNPACK."""
+    preferred = (getattr(torch.backends.cuda, name)() for name in PREFERRED)
+    cudnn = torch._C._get_cudnn_benchmark(), torch._C._get_cudnn_deterministic()
+    return *preferred, *cudnn, torch._C._get_nnpack_enabled()
+
+
+def set_algorithms(found: Sequence[Any]) -> None:
+    """Switch to what `algorithms` has found."""
+    *preferred, benchmarks, deterministic, nnpack = found
+    for name, library in zip(PREFERRED, preferred, strict=True):
+        if getattr(torch.backends.cuda, name)() != library:  # torch warns of every choice
+            getattr(torch.backends.cuda, name)(library)
+    torch._C._set_cudnn_benchmark(benchmarks)
+    torch._C._set_cudnn_deterministic(deterministic)
+    torch._C._set_nnpack_enabled(nnpack)
+
+
+def shortcuts() -> tuple[Any, ...]:
+    """How torch takes operators apart: the order of an einsum's products, and the fast path of `nn.Transformer`."""
+    einsum = torch.backends.opt_einsum
+    return einsum.enabled, einsum.strategy, torch.backends.mha.get_fastpath_enabled()
+
+
+def set_shortcuts(found: Sequence[Any]) -> None:
+    """Switch to what `shortcuts` has found."""
+    einsum: Any = torch.backends.opt_einsum
+    enabled, strategy, fast = found
+    if (einsum.enabled, einsum.strategy) != (enabled, strategy):  # torch refuses to switch on what is not installed
+        einsum.enabled, einsum.strategy = enabled, strategy
+    torch.backends.mha.set_fastpath_enabled(fast)
+
+
+AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+def autocast_dtypes() -> tuple[torch.dtype, ...]:
+    """The dtypes of `torch.autocast` where it is given none, as in a model's forward."""
+    return tuple(map(torch.get_autocast_dtype, AUTOCAST_DEVICES))
+
+
+def set_autocast_dtypes(found: Sequence[torch.dtype]) -> None:
+    """Switch to what `autocast_dtypes` has found."""
+    for device, dtype in zip(AUTOCAST_DEVICES, found, strict=True):
+        torch.set_autocast_dtype(device, dtype)
+
+
+DETERMINISTIC: Any = torch.utils.deterministic  # a module with a property
+
+
+def fills_memory() -> bool:
+    """Whether deterministic algorithms fill what `torch.empty` gives."""
+    return bool(DETERMINISTIC.fill_uninitialized_memory)
+
+
+def set_fills_memory(found: bool) -> None:
+    """Switch to what `fills_memory` has found."""
+    DETERMINISTIC.fill_uninitialized_memory = found
 
 
 @contextlib.contextmanager
