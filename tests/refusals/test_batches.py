@@ -72,6 +72,8 @@ def test_tensors_without_data_and_sparse_ones() -> None:
     sparse = "inputs[0]: expected a dense tensor, found one of layout torch.sparse_coo. Pass .to_dense()"
     assert step_refusal(mlp, x.to("meta"), x) == meta
     assert step_refusal(mlp, x.to_sparse(), x) == sparse
+    nested = "inputs[0]: expected a dense tensor, found a nested one. Pass .to_padded_tensor(0.0)"
+    assert step_refusal(mlp, torch.nested.nested_tensor(list(x), layout=torch.jagged), x) == nested
     step = pipeline_of(mlp).run_local()
     for found, message in ((x.to("meta"), meta), (x.to_sparse(), sparse)):
         with pytest.raises(InputError) as caught:

@@ -3,12 +3,15 @@ by name, and tensors that lie there are followed. The judge of what is followed 
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from tests.support.models import Problem, numbers
 from tests.support.reference import assert_same, compiled, default_dtype, reference
-from zbfx import InputError, TraceError
+from zbfx import InputError, TraceError, ZbfxError
 from zbfx.runtime.step import Step
 
 WIDTH = 4
@@ -46,7 +49,7 @@ class Reading(nn.Module):
         self.act, self.extra, self.bias = Act.TANH, None, [torch.ones(WIDTH)]
         self.slope = partial(nn.functional.leaky_relu, negative_slope=0.1)
         self.outside = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)).eval().requires_grad_(False)]
-        self.order = [self.first, self.second]
+        self.order, self.shift = [self.first, self.second], numpy.zeros(WIDTH)
         self.notes: list[Tensor] = []
 
     def activated(self, x: Tensor) -> Tensor:
@@ -57,6 +60,7 @@ class Reading(nn.Module):
             x = self.activated(layer(x)) * self.table["a"] * self.row[0]
         self.notes.append(x.detach())
         x = self.slope(x) * self.settings.scale * self.pair[0] + self.bias[0] + self.outside[0](x)
+        x = x + torch.from_numpy(self.shift)
         return x if self.extra is None else x * self.extra
 
 
@@ -88,12 +92,12 @@ def pipeline() -> Given:
 
 
 def put(value: Any, key: Any) -> Callable[[Any], Any]:
-    """A function that puts a value into a list, a dict or an object, and returns what puts back what was there."""
+    """A function that puts a value into a list, an array, a dict or an object, and returns what takes it back."""
 
     def change(owner: Any) -> Callable[[], None]:
         absent = object()
-        entries: Any = owner if isinstance(owner, list | dict) else vars(owner)
-        before = entries[key] if isinstance(owner, list) else entries.get(key, absent)
+        entries: Any = owner if isinstance(owner, list | dict | numpy.ndarray) else vars(owner)
+        before = entries.get(key, absent) if isinstance(entries, dict) else entries[key]
 
         def back() -> None:
             if before is absent:
@@ -145,6 +149,8 @@ CHANGES: dict[str, tuple[Callable[[Given], Any], str]] = {
         lambda g: put(partial(nn.functional.leaky_relu, negative_slope=0.5), "slope")(g.model),
         "slope.keywords['negative_slope'] was 0.1",
     ),
+    "array": (lambda g: put(numpy.ones(WIDTH), "shift")(g.model), "shift was an array of float64 and shape (4,)"),
+    "in an array": (lambda g: put(1.0, 0)(g.model.shift), "found another one (an array of float64"),
     "order of layers": (lambda g: reversed_order(g.model), "order[0] was first"),
     "another tensor": (lambda g: put(torch.zeros(WIDTH), 0)(g.model.bias), "bias[0] was a tensor of"),
     "mode outside": (lambda g: turned(g.model.outside[0]), "outside[0].training was False"),
@@ -179,6 +185,12 @@ def test_a_change_is_refused_by_name_until_it_is_taken_back(
     finally:
         back()
     step(*given.inputs, *given.targets)
+
+
+@pytest.mark.parametrize("take", [copy.deepcopy, pickle.dumps])
+def test_a_step_is_not_copied(pipeline: Given, take: Callable[[Any], Any]) -> None:
+    with pytest.raises(ZbfxError, match="a step holds connections, graphs and the model itself, and cannot be copied"):
+        take(pipeline.step)
 
 
 def test_tensors_outside_of_the_model_are_followed(pipeline: Given) -> None:

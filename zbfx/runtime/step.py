@@ -84,6 +84,15 @@ class Step:
     def __dir__(self) -> list[str]:
         return [*dir(object), *OFFERED]
 
+    def __deepcopy__(self, memo: object) -> Step:
+        return self.__reduce__()  # type: ignore[return-value]
+
+    def __reduce__(self) -> str:
+        raise ZbfxError(
+            "a step holds connections, graphs and the model itself, and cannot be copied or pickled: bind the pipeline "
+            "again for another one; step.save(folder) keeps what training goes on from"
+        )
+
     @property
     def count(self) -> int:
         """The number of training steps so far, on which random numbers depend. Set it to go on from a checkpoint."""

@@ -6,7 +6,7 @@ Gives   a `Reached`: plain values by path, in collections and objects that modul
         in globals that users' functions name; the methods of modules' classes; hooks of all modules; and modules that
         lie outside of the model, with modes, tensors and hooks. Attributes of objects count if code that is reached
         names them.
-Raises  nothing. What does not show its state (iterators, arrays, objects of C) is left out.
+Raises  nothing. What does not show its state (iterators, objects of C) is left out.
 Source  ours. `values_read.py` compares two functions by all that they read; this walk names what has changed.
 """
 
@@ -33,6 +33,8 @@ from zbfx.trace.left_behind import users_hooks
 from zbfx.trace.python_state import LEFT_OUT, code_names, is_of_torch, slot_names
 from zbfx.trace.values_read import held_in, is_installed
 
+MOST_OF_ARRAY = 1 << 14  # entries that are compared before each step
+MOST_OF_END = MOST_OF_ARRAY // 2
 LEAVES = (
     bool,
     int,
@@ -69,6 +71,23 @@ class Nothing:
 
 
 NOTHING = Nothing()
+
+
+class ArrayRead(NamedTuple):
+    """An array of numpy, which a graph holds a copy of: its values, or those of a large one's beginning and end."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    octets: bytes
+
+    @classmethod
+    def of(cls, array: Any) -> ArrayRead:
+        flat = array.reshape(-1)
+        read = array if array.size <= MOST_OF_ARRAY else numpy.concatenate([flat[:MOST_OF_END], flat[-MOST_OF_END:]])
+        return cls(str(array.dtype), array.shape, read.tobytes())
+
+    def __repr__(self) -> str:
+        return f"an array of {self.dtype} and shape {self.shape}"
 
 
 class PartOf(NamedTuple):
@@ -202,6 +221,11 @@ class Reaching:
         value = original_of(value)
         if isinstance(value, LEAVES) or id(value) in self.known:
             self.values[path] = self.known[id(value)][0] if id(value) in self.known else value
+            return
+        if isinstance(value, numpy.ndarray):
+            found = ArrayRead.of(value)
+            self.values[path] = found
+            self.places.append(lambda: (ArrayRead.of(value) == found,))
             return
         if isinstance(value, Tensor):
             self.tensors[path], shape = value, value.shape

@@ -241,8 +241,10 @@ class Signature:
 
 
 def refuse_sparse(name: str, tensor: Tensor) -> None:
-    if tensor.layout is not torch.strided:
-        raise InputError(f"{name}: expected a dense tensor, found one of layout {tensor.layout}. Pass .to_dense()")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        found = "a nested one" if tensor.is_nested else f"one of layout {tensor.layout}"
+        instead = ".to_padded_tensor(0.0)" if tensor.is_nested else ".to_dense()"
+        raise InputError(f"{name}: expected a dense tensor, found {found}. Pass {instead}")
 
 
 def guessed_dims(leaves: Sequence[Any]) -> list[int | None]:
