@@ -3,11 +3,14 @@
 zbfx::addmm_(gradient, left, right)   gradient += left right, where the gradient may have a wider dtype than both
 zbfx::add_rows_(gradient, rows, indices, padding_index)
                                       gradient[indices] += rows, where indices may repeat; nothing at `padding_index`
-zbfx::check(condition, message)       raises where the condition, a tensor, is False
+zbfx::check(condition, message)       raises where the condition, a tensor, is False; within `noting_checks`, notes both
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -34,9 +37,10 @@ def add_product(gradient: Tensor, left: Tensor, right: Tensor) -> None:
 
 @torch.library.impl(LIBRARY, "addmm_", "Meta")
 @torch.library.impl(LIBRARY, "add_rows_", "Meta")
-def add_nothing(*_: Any) -> None:
-    """What inductor runs on fake tensors, which are written to no purpose. (torch 2.11 has no fake version of a product
-    into a wider dtype.)"""
+@torch.library.impl(LIBRARY, "check", "Meta")
+def do_nothing(*_: Any) -> None:
+    """What inductor runs on fake tensors, which are written to no purpose, and have no values to check. (torch 2.11 has
+    no fake version of a product into a wider dtype.)"""
 
 
 @torch.library.impl(LIBRARY, "add_rows_", "CompositeExplicitAutograd")
@@ -56,7 +60,26 @@ def add_rows(gradient: Tensor, rows: Tensor, indices: Tensor, padding_index: int
 
 @torch.library.impl(LIBRARY, "check", "CompositeExplicitAutograd")
 def assert_true(condition: Tensor, message: str = "a check failed") -> None:
-    ASSERT_WITH_MESSAGE(condition, message)
+    noted = NOTED.get()
+    if noted is None:
+        ASSERT_WITH_MESSAGE(condition, message)
+    else:
+        noted.append((message, condition.clone()))  # the memory of a condition may be used again
+
+
+Noted = list[tuple[str, Tensor]]  # checks: what a failed one says, and its condition
+NOTED: ContextVar[Noted | None] = ContextVar("noted", default=None)
+
+
+@contextmanager
+def noting_checks(noted: Noted | None) -> Iterator[None]:
+    """Meanwhile checks are noted here, and raise nothing; None: they raise. No graph of CUDA can raise, and a check on
+    weights that an optimizer may yet take back is not to."""
+    token = NOTED.set(noted)
+    try:
+        yield
+    finally:
+        NOTED.reset(token)
 
 
 def widens_in_products(gradient: Tensor, left: Tensor) -> bool:

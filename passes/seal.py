@@ -10,6 +10,9 @@ Raises  nothing. Source: ours; all were found by profiling.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import fx
 
 from zbfx._torch.operators import ASSERT, ASSERT_WITH_MESSAGE, aten
@@ -17,16 +20,28 @@ from zbfx.graphs import copy_graph
 from zbfx.passes.nodes import is_widening
 from zbfx.passes.operators import ADD_PRODUCT, ADD_ROWS, CHECK
 
-OURS = {aten.addmm_.default: ADD_PRODUCT, ASSERT: CHECK, ASSERT_WITH_MESSAGE: CHECK}
+ASSERTS = {ASSERT: CHECK, ASSERT_WITH_MESSAGE: CHECK}
+OURS = {aten.addmm_.default: ADD_PRODUCT, **ASSERTS}
+
+
+def with_operators(graph: fx.Graph, others: Mapping[Any, Any]) -> fx.Graph:
+    """A copy of a phase's graph with other operators in the place of those without results."""
+    graph = copy_graph(graph)
+    for node in [node for node in graph.nodes if node.target in others and not node.users]:
+        with graph.inserting_before(node):
+            graph.call_function(others[node.target], node.args).meta = dict(node.meta)
+        graph.erase_node(node)
+    return graph
+
+
+def has_asserts(graph: fx.Graph) -> bool:
+    """Whether a phase checks values of the model's."""
+    return any(graph.find_nodes(op="call_function", target=target) for target in ASSERTS)
 
 
 def sealed(graph: fx.Graph) -> fx.Graph:
     """A copy of a phase's graph with operators that inductor leaves alone."""
-    graph = copy_graph(graph)
-    for node in [node for node in graph.nodes if node.target in OURS and not node.users]:
-        with graph.inserting_before(node):
-            graph.call_function(OURS[node.target], node.args).meta = dict(node.meta)
-        graph.erase_node(node)
+    graph = with_operators(graph, OURS)
     for addition in graph.find_nodes(op="call_function", target=aten.add_.Tensor):
         add_embedded_rows(graph, addition)
     return graph

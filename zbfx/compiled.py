@@ -23,6 +23,7 @@ from zbfx.memory.lifetimes import lifetimes
 from zbfx.memory.predict import RankMemory, Rows, predict, rank_memory
 from zbfx.options import Options
 from zbfx.passes.recompute import Level
+from zbfx.passes.seal import has_asserts
 from zbfx.plan import CostTable, Kind
 from zbfx.program.calls import Readers
 from zbfx.program.chain import Chain, chain_of, loss_phase, loss_rank, summary_of
@@ -71,6 +72,11 @@ class Compiled:
     @cached_property
     def programs(self) -> tuple[Program, ...]:
         return generate(self.stages, self.schedule, self.reductions, self.chain, self.joint.metrics)
+
+    @cached_property
+    def checks_values(self) -> bool:
+        """Whether the model checks values as it runs."""
+        return any(has_asserts(phase.module.graph) for stage in self.stages for phase in stage.phases.values())
 
     def program(self, rank: int) -> Program:
         return self.programs[rank]

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ from tests.support.reference import (
     stepped,
 )
 from zbfx import Kind, PipelineFault
+from zbfx.runtime import captured
+from zbfx.runtime.captured import Captured, Launched
 
 TOLERANCE = 1e-12
 WIDTH = 6
@@ -214,6 +217,43 @@ def test_checks_of_a_model_run_in_a_step(backend: str, value: float, found: str)
     inputs = torch.full_like(problem.inputs[0], value) @ problem.model.get_parameter("a").detach().inverse()
     with pytest.raises(PipelineFault, match=found):
         step(inputs)
+
+
+class Judging(Launched):
+    """Launches a step as captured ones run: no check raises by itself."""
+
+    judges_checks = True
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_checks_that_cannot_raise_are_judged_when_the_step_has_run(backend: str) -> None:
+    problem = of(finite)
+    pipe = compiled(problem, 2, 3, backend=backend)
+    step = pipe.run_local()
+    step.worker.launch = Judging()
+    step.engine.run_phases_by(pipe.compiler)
+    step(*problem.inputs)
+    step.evaluate(*problem.inputs)
+    inputs = problem.inputs[0].clone()
+    inputs[-1] = torch.full_like(inputs[-1], 1e9) @ problem.model.get_parameter("a").detach().inverse()
+    with pytest.raises(PipelineFault, match=r"rank 0, step 1, action F0\.2 \(stage 0, microbatch 2\): .*x is small$"):
+        step(inputs)
+
+
+def test_a_captured_step_is_judged_at_each_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a graph that runs at its capture, and whose replays write nothing new."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(captured, "channels_of", lambda _: None)
+    monkeypatch.setattr(captured, "part", lambda run, *_, **__: run() or SimpleNamespace(replay=lambda: None))
+    problem = of(finite)
+    step = compiled(problem, 1, 3, check=False).run_local()
+    step.worker.launch = Captured()
+    step.worker.launch.prepare(step.engine)
+    for _ in range(3):  # warms up, captures, replays
+        step(*problem.inputs)
+    step.engine.captured.checks[2].condition.fill_(False)
+    with pytest.raises(PipelineFault, match=r"rank 0, step 3, action F0\.1 .*: RuntimeError: x is small$"):
+        step(*problem.inputs)
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -13,8 +13,8 @@ from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
 from zbfx._torch.compiling import inductor
-from zbfx.graphs import Phase, copy_graph
-from zbfx.passes.seal import sealed
+from zbfx.graphs import Phase
+from zbfx.passes.seal import ASSERTS, sealed, with_operators
 from zbfx.progress import announce
 
 Boxed = Callable[[list[Any]], Any]
@@ -36,7 +36,7 @@ def boxed(phase: Phase) -> Boxed:
 
     @cache
     def forward() -> Boxed:
-        graph = copy_graph(phase.module.graph)
+        graph = with_operators(phase.module.graph, ASSERTS)
         graph.set_codegen(TakesBox())
         return fx.GraphModule(torch.nn.Module(), graph, phase.name).forward
 

@@ -15,6 +15,7 @@ from zbfx.comm.channels import Channels
 from zbfx.comm.copies import CopyLine
 from zbfx.compiled import Mixed
 from zbfx.errors import InputError, ZbfxError
+from zbfx.runtime.checked_values import CheckedValue
 from zbfx.runtime.engine import BatchResults, Engine, T, take_turns
 from zbfx.runtime.loading import load
 from zbfx.runtime.runner import Environment, Wait, restore
@@ -26,6 +27,8 @@ LOADS = ("cuda",)  # devices on which a first call may wait for all others
 
 class Launched:
     """Runs an engine's programs, node by node. Code is loaded before the first message."""
+
+    judges_checks = False  # whether checks of the model's are noted, and judged when the step has run; else each raises
 
     def prepare(self, engine: Engine) -> None:
         """An engine that this is going to run was made."""
@@ -43,6 +46,7 @@ class Launched:
         if loads:
             settle()
         for runner in engine.runners:
+            runner.checks = [] if self.judges_checks else None
             runner.start(engine.loss_gradient)
         if loads:
             for runner in engine.runners:
@@ -81,6 +85,7 @@ class Capture:
     received: frozenset[str] = frozenset()  # messages for later that the prefix receives
     watched: tuple[Any, ...] = ()
     tensors: Sequence[Tensor] = ()  # parameters, buffers and gradients: `model.to(...)` there and back moves them
+    checks: Sequence[CheckedValue] = ()  # whose conditions it writes
     addresses: tuple[int, ...] = ()  # where it reads and writes them
     recorder: Recorder | None = None  # whose marks it writes: they live as long as the graph
 
@@ -107,6 +112,8 @@ class Captured(Launched):
     captures, without running anything, and replays; later ones copy the batch into static buffers and replay. So do
     forwards. Steps of unlike microbatches are launched. Random ops draw from the device's default generator, in program
     order: masks differ from those of other backends."""
+
+    judges_checks = True
 
     def prepare(self, engine: Engine) -> None:
         for runner in engine.runners:
@@ -146,6 +153,7 @@ class Captured(Launched):
                 tensors=tensors,
                 addresses=tuple(map(Tensor.data_ptr, tensors)),
                 recorder=runner.recorder,
+                checks=tuple(runner.checks or ()),
             )
         captured: Capture = engine.captured
         if runner.recorder is not None:
@@ -162,6 +170,7 @@ class Captured(Launched):
         if not starts:
             runner.start_gradients()
         captured.whole.replay()
+        runner.checks = list(captured.checks)
         runner.transport.finish()  # the verdict that was passed on, which no graph holds
         if runner.watched is not None:
             runner.watched[:] = captured.watched
@@ -172,6 +181,7 @@ def captured_step(engine: Engine, seed: int, step: int) -> Capture:
     torch.cuda.synchronize()
     engine.captured = None  # two graphs would hold the memory of two steps
     runner = engine.runners[0]
+    runner.checks = []
     runner.start(engine.loss_gradient)
     if runner.watched is not None:
         runner.watched.clear()

@@ -18,12 +18,14 @@ from zbfx._torch.switches import profiler_records
 from zbfx._torch.tensors import gradient_dtype
 from zbfx.errors import PipelineFault
 from zbfx.graphs import Joint, Phase, Port, Role, Stage
+from zbfx.passes.operators import Noted, noting_checks
 from zbfx.plan import Action, Kind
 from zbfx.program import calls, ops
 from zbfx.program.boxed import dying_values
 from zbfx.program.calls import PhaseCall
 from zbfx.program.codegen import Program, Result
 from zbfx.program.streams import Beside, on_stream_of, second_stream
+from zbfx.runtime.checked_values import CheckedValue, failed, named_action, refuse_failed
 from zbfx.runtime.flat import FlatGradients, Shards
 from zbfx.runtime.pace import Pace
 from zbfx.runtime.timeline import Recorder
@@ -103,6 +105,7 @@ class RankRunner:
         self.waits = 0
         self.pending: Pending | None = None
         self.summarize: Callable[..., tuple[Tensor, ...]] | None = None  # what microbatches have to that of the batch
+        self.checks: list[CheckedValue] | None = None  # what a verdict on all checks is made of; None: each raises
         self.watched: list[tuple[Action, Tensor]] | None = None  # the largest absolute value that each action made
 
     def share(self, other: RankRunner) -> None:
@@ -243,12 +246,19 @@ class RankRunner:
         buffers = self.written_early() if self.pending else {}
         notes: list[list[Any]] = [self.recorder.marks] if self.recorder else []
         notes += [] if self.watched is None else [self.watched]
+        notes += [] if self.checks is None else [self.checks]
         noted_before = [len(noted) for noted in notes]
-        yield from self.warm_up(environment, step)
-        wrong = False
-        if self.pending is not None:
+        wrong, kept = False, self.checks
+        if self.pending is None:
+            yield from self.warm_up(environment, step)
+        else:
+            self.checks = early = [] if kept is None else kept  # of weights that may be taken back
+            yield from self.warm_up(environment, step)
+            self.checks = kept
             wrong = yield from self.settle(step, warmed_up=True)
             self.bind_gradients()
+            if not wrong and kept is None:
+                refuse_failed(failed(early, self.transport.name, step))
         if wrong:
             for noted, count in zip(notes, noted_before, strict=True):
                 del noted[count:]
@@ -356,14 +366,20 @@ class RankRunner:
         except Exception as error:
             if action is None:
                 raise
-            raise PipelineFault(
-                f"{self.transport.name}, step {step}, action {action} (stage {action.stage}, microbatch "
-                f"{action.microbatch}): {type(error).__name__}: {error}"
-            ) from error
+            place = named_action(self.transport.name, step, action)
+            raise PipelineFault(f"{place}: {type(error).__name__}: {error}") from error
 
     def compute(self, module: Callable[..., Any], box: list[Any], action: Action | None) -> Any:
         """Run a module of the program, which empties `box`; `action`: the one that it computes, if it is a phase."""
-        return module.take(box) if isinstance(module, PhaseCall) else module(*box)
+        if not isinstance(module, PhaseCall):
+            return module(*box)
+        if self.checks is None or action is None:
+            return module.take(box)
+        noted: Noted = []
+        with noting_checks(noted):
+            result = module.take(box)
+        self.checks += [CheckedValue(action, message, condition) for message, condition in noted]
+        return result
 
     def watch(self, node: fx.Node, results: tuple[Any, ...]) -> None:
         """Keep the largest absolute value of what an action made for others: it tells where a NaN began."""

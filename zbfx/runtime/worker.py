@@ -18,6 +18,7 @@ from zbfx.graphs import Phase
 from zbfx.program.boxed import Boxed, boxed
 from zbfx.runtime.being_saved import Saved
 from zbfx.runtime.captured import Launched
+from zbfx.runtime.checked_values import failed, refuse_failed
 from zbfx.runtime.engine import Batch, BatchResults, Engine, T
 from zbfx.runtime.engines import Engines, MakesFurther
 from zbfx.runtime.optimizer import Optimizer
@@ -252,6 +253,9 @@ class Worker:
         engine.weigh(rows)
         settle = partial(self.settle_first, engine)
         results = self.launch.run(engine, rows, self.seed_of_step(), self.count, settle)
+        if self.launch.judges_checks and engine.pipe.checks_values:
+            own = [text for r in engine.runners for text in failed(r.checks or (), r.transport.name, self.count)]
+            refuse_failed([text for texts in self.ranks.everywhere(own) for text in texts])
         for runner in engine.runners:
             runner.finish_gradients()
         engine.runs += 1
