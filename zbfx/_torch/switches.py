@@ -138,7 +138,7 @@ PREFERRED = ("preferred_linalg_library", "preferred_blas_library", "preferred_ro
 def algorithms() -> tuple[Any, ...]:
     """Libraries that are preferred on GPUs; whether cuDNN times its algorithms, and takes deterministic ones alone;
     NNPACK."""
-    preferred = (getattr(torch.backends.cuda, name)() for name in PREFERRED)
+    preferred = (getattr(torch.backends.cuda, name)().name for name in PREFERRED)
     cudnn = torch._C._get_cudnn_benchmark(), torch._C._get_cudnn_deterministic()
     return *preferred, *cudnn, torch._C._get_nnpack_enabled()
 
@@ -147,8 +147,10 @@ def set_algorithms(found: Sequence[Any]) -> None:
     """Switch to what `algorithms` has found."""
     *preferred, benchmarks, deterministic, nnpack = found
     for name, library in zip(PREFERRED, preferred, strict=True):
-        if getattr(torch.backends.cuda, name)() != library:  # torch warns of every choice
-            getattr(torch.backends.cuda, name)(library)
+        now = getattr(torch.backends.cuda, name)()
+        wanted = getattr(type(now), library)
+        if now != wanted:  # torch warns of every choice
+            getattr(torch.backends.cuda, name)(wanted)
     torch._C._set_cudnn_benchmark(benchmarks)
     torch._C._set_cudnn_deterministic(deterministic)
     torch._C._set_nnpack_enabled(nnpack)

@@ -23,17 +23,17 @@ class CheckedValue(NamedTuple):
     condition: Tensor
 
 
-def named_action(rank: str, step: int, action: Action) -> str:
-    return f"{rank}, step {step}, action {action} (stage {action.stage}, microbatch {action.microbatch})"
-
-
 def failed(checks: Sequence[CheckedValue], rank: str, step: int) -> list[str]:
     """What those of a rank's checks say that have failed. Waits for the device."""
     if not checks:
         return []
     found = torch.stack([check.condition.reshape(()).bool() for check in checks]).tolist()
     wrong = [check for check, is_true in zip(checks, found, strict=True) if not is_true]
-    return [f"{named_action(rank, step, check.action)}: RuntimeError: {check.message}" for check in wrong]
+    return [
+        f"{rank}, step {step}, action {action} (stage {action.stage}, microbatch {action.microbatch}): "
+        f"RuntimeError: {message}"  # as where a check raises by itself
+        for action, message, _ in wrong
+    ]
 
 
 def refuse_failed(texts: Sequence[str]) -> None:

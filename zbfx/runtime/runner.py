@@ -25,7 +25,7 @@ from zbfx.program.boxed import dying_values
 from zbfx.program.calls import PhaseCall
 from zbfx.program.codegen import Program, Result
 from zbfx.program.streams import Beside, on_stream_of, second_stream
-from zbfx.runtime.checked_values import CheckedValue, failed, named_action, refuse_failed
+from zbfx.runtime.checked_values import CheckedValue, failed, refuse_failed
 from zbfx.runtime.flat import FlatGradients, Shards
 from zbfx.runtime.pace import Pace
 from zbfx.runtime.timeline import Recorder
@@ -366,8 +366,10 @@ class RankRunner:
         except Exception as error:
             if action is None:
                 raise
-            place = named_action(self.transport.name, step, action)
-            raise PipelineFault(f"{place}: {type(error).__name__}: {error}") from error
+            raise PipelineFault(
+                f"{self.transport.name}, step {step}, action {action} (stage {action.stage}, microbatch "
+                f"{action.microbatch}): {type(error).__name__}: {error}"
+            ) from error
 
     def compute(self, module: Callable[..., Any], box: list[Any], action: Action | None) -> Any:
         """Run a module of the program, which empties `box`; `action`: the one that it computes, if it is a phase."""
