@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from zbfx.loaded import load_plan
     from zbfx.metrics import Metric
     from zbfx.pipeline import Pipeline
+    from zbfx.runtime.buckets import Buckets
     from zbfx.user_pass import Pass
 
 __all__ = [
     "Action",
+    "Buckets",
     "CostTable",
     "Edge",
     "InputError",
@@ -56,6 +58,7 @@ __all__ = [
 ]
 
 WITH_TORCH = {  # where each name comes from that brings torch; None: it is a module
+    "Buckets": "zbfx.runtime.buckets",
     "Metric": "zbfx.metrics",
     "Pass": "zbfx.user_pass",
     "Pipeline": "zbfx.pipeline",

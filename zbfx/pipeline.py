@@ -32,6 +32,7 @@ from zbfx.program.codegen import Program
 from zbfx.replicas import replicated
 from zbfx.report import subject
 from zbfx.runtime.bind import bound_step, local_step, process_place
+from zbfx.runtime.buckets import Buckets
 from zbfx.runtime.options import BindOptions, StepOptions
 from zbfx.runtime.ranks import AllHere, OneOfMany
 from zbfx.runtime.step import Step
@@ -120,6 +121,7 @@ class Pipeline:
         seed: int | None = None,
         on_nonfinite: str = "keep",
         on_new_shape: str = "refuse",
+        buckets: Buckets | None = None,
     ) -> Step:
         """A step that runs every rank in this process, one after the other: the same results, without a launcher.
 
@@ -128,9 +130,10 @@ class Pipeline:
         `on_new_shape`: "refuse" a batch of other shapes than the example's, "recompile", once per shape, or "symbolic":
         trace once with symbols for the sizes that change, and put in the numbers of every further shape; where the
         model's code does not allow that, it is compiled like "recompile", and the notes of its schedule say why.
+        `buckets` (`zbfx.Buckets`): `run_split` pads microbatches to few lengths.
         """
         with self.source.modes.fixed():
-            options, ranks = StepOptions(seed, on_nonfinite, on_new_shape), AllHere()
+            options, ranks = StepOptions(seed, on_nonfinite, on_new_shape, buckets), AllHere()
             options.check()
             variants = Variants(self.compiled, self.source, ranks, symbolic=options.is_symbolic)
             return local_step(self.compiled, self.source, ranks, options, variants, weights)
@@ -156,6 +159,7 @@ class Pipeline:
         check_batches: int = 0,
         checksums: bool = False,
         survive: bool = False,
+        buckets: Buckets | None = None,
     ) -> Step:
         """This process's part of the pipeline, over torch.distributed (call `init_process_group` first).
 
@@ -172,7 +176,7 @@ class Pipeline:
         starts from those of the rank that runs it; that takes a CPU core about half a second per GB of the model.
         `timeout_s` bounds every wait for another rank; ranks whose calls differ end sooner (`zbfx.comm.history`).
         `seed` fixes the random numbers; by default they follow rank 0's `torch.manual_seed`. `on_nonfinite` (one
-        verdict for all ranks) and `on_new_shape` as in `run_local`.
+        verdict for all ranks), `on_new_shape` and `buckets` as in `run_local`.
 
         `weights` gives this rank's parameters and buffers their values, for a model on the meta device. What others
         own is neither read nor made. It is a folder (or file) of safetensors, a folder of `step.save` or of
@@ -212,7 +216,7 @@ class Pipeline:
         with self.source.modes.fixed():
             on_mesh, device = isinstance(rank_or_mesh, DeviceMesh), self.device.type
             how = (timeout_s, zero, transport, independent, check_batches, checksums, survive)
-            options = BindOptions(seed, on_nonfinite, on_new_shape, *how, on_mesh, device)
+            options = BindOptions(seed, on_nonfinite, on_new_shape, buckets, *how, on_mesh, device)
             finding = partial(process_place, self.compiled, self.source, rank_or_mesh, options)
             place = on_all_ranks("bind", finding, compared(options) | {"weights": kind_of_weights(weights)})
             with waiting(place.name, "the other ranks in bind, one of which"):

@@ -19,7 +19,6 @@ import json
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from math import ceil, log2
 from pathlib import Path
 from random import Random
 from statistics import mean, median
@@ -38,6 +37,7 @@ from benchmarks.gpt import GPT, GPTConfig
 from benchmarks.rows import git_commit
 from zbfx.memory.predict import RankMemory, rank_memory
 from zbfx.program.boxed import boxed
+from zbfx.runtime.buckets import quarter_power
 from zbfx.runtime.mixing import Mixing, Served
 from zbfx.runtime.ranks import AllHere
 from zbfx.schedule.unlike import Unlike, UnlikePlan, plan_unlike
@@ -70,8 +70,7 @@ def drawn(random: Random, mix: str) -> int:
 
 
 def rounded_up(length: int) -> int:
-    """To the next power of the fourth root of 2, times 64, in whole multiples of 8."""
-    return min(LONGEST, 8 * ceil(64 * 2 ** (ceil(4 * log2(length / 64) - 1e-9) / 4) / 8))
+    return min(LONGEST, quarter_power(length))
 
 
 def loss_fn(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

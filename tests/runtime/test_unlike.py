@@ -186,6 +186,19 @@ def test_a_multiple_counts_the_microbatches_of_the_step() -> None:
     assert sum(held[2]) < sum(held[1]) <= sum(held[0])
 
 
+def test_a_step_that_was_planned_ahead_is_found() -> None:
+    model = model_of()
+    step = pipeline(model, mean).run_local(on_new_shape="symbolic")
+    step.plan_split(rows_of([9, 2, 7], seed=5))
+    engines = step.worker.engines.mixing.engines
+    assert (engines.hits, engines.misses, step.count) == (0, 1, 0)
+    loss = step.run_split(rows_of([9, 2, 7]))
+    assert (engines.hits, engines.misses) == (1, 1)
+    torch.testing.assert_close(loss, expected(model, mean, rows_of([9, 2, 7]))[0], rtol=1e-5, atol=1e-6)
+    with pytest.raises(InputError, match="found an empty list"):
+        step.plan_split([])
+
+
 def test_what_is_refused() -> None:
     step = pipeline(model_of(), mean).run_local(on_new_shape="symbolic")
     ((x, y), _) = rows_of([4])[0]

@@ -36,6 +36,8 @@ from zbfx.trace.tensor_parallel import groups_of, refuse_other_shards
 def local_step(
     pipe: Compiled, source: Source, ranks: AllHere, options: StepOptions, variants: MakesFurther, weights: Any
 ) -> Step:
+    if options.buckets is not None:
+        options.buckets.check(pipe)
     engine = ranks.engine(pipe, Tensors(source.tensors, pipe.joint.constants))
     seed = torch.initial_seed() if options.seed is None else options.seed
     if weights is not None:
@@ -47,6 +49,8 @@ def local_step(
 def process_place(pipe: Compiled, source: Source, rank_or_mesh: int | DeviceMesh | None, options: BindOptions) -> Place:
     """Where this process stands among those that run the pipeline. Raises `ZbfxError` where they do not fit."""
     options.check()
+    if options.buckets is not None:
+        options.buckets.check(pipe)
     place = find_place(len(pipe.schedule.ranks), rank_or_mesh, options.independent)
     refuse_other_shards(source.named, place.shards, pipe.joint.graph)
     replicas = len(place.replicas)

@@ -20,6 +20,7 @@ from zbfx.runtime.ranks import Ranks
 from zbfx.trace.signature import is_pair
 from zbfx.trace.wanted import EVALUATION, TRAINING, Request, Wanted
 
+SplitPair = tuple[tuple[Any, ...], Mapping[str, Any]]
 PAIRS = "a list of (positional arguments, keyword arguments), like ((inputs, targets), {}), one for each microbatch"
 
 
@@ -53,6 +54,7 @@ class Engines:
         """`check` looks at the tensors of these names, which an engine that was built may be the first to read."""
         self.first, self.options, self.ranks, self.launch = first, options, ranks, launch
         self.variants, self.check, self.compiler = variants, check, compiler
+        self.buckets, self.padding_is_compared = options.buckets, False
         self.requests = [Request(wanted, first.pipe.signature) for wanted in (TRAINING, EVALUATION)]
         self.others: dict[tuple[object, ...], Engine] = {}
         self.chain: tuple[tuple[int, ...], int] | None = None
@@ -73,12 +75,13 @@ class Engines:
         engine = self.engine_for(args, kwargs, count, self.requests[0])
         return engine.with_data(engine.pipe.signature.split(args, kwargs, count))
 
-    def split_batch(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]], call: str) -> Batch:
+    def split_batch(self, batches: Sequence[SplitPair], call: str) -> Batch:
         """The engine and the microbatches of a training step whose batch is cut already. Where further shapes are
         allowed, microbatches may be unlike, and any number of them."""
         if not self.options.refuses_shapes:
             with self.mixing.refusing():
                 refuse_no_pairs(batches, call)
+                batches = self.rounded(batches)
             return self.mixed(batches, self.requests[0])
         refuse_no_pairs(batches, call)
         signature, count = self.first.pipe.signature, self.first.pipe.reduction.microbatches
@@ -92,16 +95,46 @@ class Engines:
         self.ranks.given(signature.batch_shapes(count))
         return self.first.with_data([signature.split(args, kwargs, 1)[0] for args, kwargs in batches])
 
-    def evaluated_batch(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]], call: str) -> Batch:
-        """As `split_batch`, to evaluate, for any number of microbatches."""
+    def rounded(self, batches: Sequence[SplitPair]) -> list[SplitPair]:
+        """Microbatches as long as their buckets, if there are any."""
+        if self.buckets is None:
+            return list(batches)
+        return [self.buckets.padded(self.first.pipe.signature, pair, self.compiles) for pair in batches]
+
+    def plan_ahead(self, batches: Sequence[SplitPair]) -> None:
+        """Plan a training step of unlike microbatches, and make its engine."""
+        refuse_no_pairs(batches, "plan_split")
+        if not self.options.refuses_shapes:
+            self.mixing.plan_ahead(self.rounded(batches), self.requests[0])
+
+    @property
+    def compiles(self) -> bool:
+        return self.first.pipe.options.runs.compiles
+
+    def most_padded(self, batches: Sequence[SplitPair]) -> SplitPair | None:
+        """The microbatch that grows most, until it has been compared; None where there are no buckets, or the batch
+        will be refused."""
+        if self.buckets is None or self.padding_is_compared:
+            return None
+        try:
+            refuse_no_pairs(batches, "run_split")
+            grown = [self.buckets.growth(self.first.pipe.signature, pair, self.compiles) for pair in batches]
+        except InputError:
+            return None
+        self.padding_is_compared = True
+        return batches[grown.index(max(grown))]
+
+    def evaluated_batch(self, batches: Sequence[SplitPair], call: str, *, as_they_are: bool = False) -> Batch:
+        """As `split_batch`, to evaluate, for any number of microbatches. `as_they_are`: without padding."""
         signature = self.first.pipe.signature
         with self.mixing.refusing():
             refuse_no_pairs(batches, call)
             for args, kwargs in batches if self.options.refuses_shapes else ():
                 signature.split(args, kwargs, 1)
+            batches = batches if as_they_are else self.rounded(batches)
         return self.mixed(batches, self.requests[1])
 
-    def mixed(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]], request: Request) -> Batch:
+    def mixed(self, batches: Sequence[SplitPair], request: Request) -> Batch:
         """The engine and the microbatches of a step of unlike microbatches."""
         misses = self.mixing.forms.misses
         batch = self.mixing.batch(batches, request)

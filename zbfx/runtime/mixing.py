@@ -133,6 +133,13 @@ class Mixing:
     def pipe(self) -> Compiled:
         return self.first().pipe
 
+    def plan_ahead(self, calls: Sequence[OneCall], request: Request) -> None:
+        """Make the engine that `batch` will look for first."""
+        rows = [row_of(request.signature, *call) for call in calls]
+        if not self.is_alike(rows, request):
+            served = [self.served(call, row, request) for call, row in zip(calls, rows, strict=True)]
+            self.proposed(served, rows, request, self.limits(request), one_by_one=False)
+
     def batch(self, calls: Sequence[OneCall], request: Request) -> Batch:
         """The engine of a step of these microbatches, once all ranks agree on it. Raises `InputError` on all ranks
         where one refuses its batch."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zbfx.arguments import checked_seed, finite_number, true_or_false
+from zbfx.arguments import checked_seed, finite_number, kind_of, true_or_false
 from zbfx.comm.channels import TRANSPORTS
 from zbfx.errors import ZbfxError
+from zbfx.runtime.buckets import Buckets
 from zbfx.runtime.verdict import CHOICES
 
 NEW_SHAPES = ("refuse", "recompile", "symbolic")
@@ -16,11 +17,13 @@ NEW_SHAPES = ("refuse", "recompile", "symbolic")
 class StepOptions:
     """`seed` fixes the random numbers; None: torch's own seed. `on_nonfinite`: "keep", "drop" or "raise"
     (`zbfx.runtime.verdict`). `on_new_shape`: "refuse" a batch of other shapes than the example's, "recompile" for it,
-    once per shape, or trace "symbolic" sizes once and put in those of every further shape (`zbfx.variants`)."""
+    once per shape, or trace "symbolic" sizes once and put in those of every further shape (`zbfx.variants`). `buckets`:
+    to which lengths microbatches are padded."""
 
     seed: int | None = None
     on_nonfinite: str = "keep"
     on_new_shape: str = "refuse"
+    buckets: Buckets | None = None
 
     def check(self) -> None:
         """Raises `ZbfxError` for what no step has. Apart from construction: ranks first compare what they were
@@ -31,6 +34,10 @@ class StepOptions:
             raise ZbfxError(f"on_nonfinite is one of {CHOICES}; found {self.on_nonfinite!r}")
         if self.on_new_shape not in NEW_SHAPES:
             raise ZbfxError(f"on_new_shape is one of {NEW_SHAPES}; found {self.on_new_shape!r}")
+        if self.buckets is not None and not isinstance(self.buckets, Buckets):
+            raise ZbfxError(f"buckets is a zbfx.Buckets, or None; found {kind_of(self.buckets)}")
+        if self.buckets is not None and self.refuses_shapes:
+            raise ZbfxError("buckets are for microbatches of other shapes: pass on_new_shape='symbolic' or 'recompile'")
 
     @property
     def checks(self) -> bool:

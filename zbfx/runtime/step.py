@@ -18,6 +18,7 @@ from zbfx.compiled import Compiled
 from zbfx.errors import ZbfxError
 from zbfx.runtime import on_disk, saving
 from zbfx.runtime.being_saved import Saved
+from zbfx.runtime.buckets import refuse_changed
 from zbfx.runtime.clipping import checked_norms, clip
 from zbfx.runtime.delivery import Delivery
 from zbfx.runtime.engine import Engine
@@ -44,6 +45,7 @@ OFFERED = (
     "parameters",
     "pipelines",
     "pace",
+    "plan_split",
     "profile",
     "replan",
     "run_split",
@@ -156,6 +158,7 @@ class Step:
         `[((inputs, targets), {}), ...]`. With on_new_shape="symbolic" or "recompile" their shapes may differ, and their
         number may be any; that of each replica, too (docs/unlike.md)."""
         with self.worker.alone():
+            self.compare_padding(batches)
             apart = not self.worker.options.refuses_shapes
             return self.worker.trained(partial(self.worker.engines.split_batch, batches, "run_split"), apart=apart)
 
@@ -172,6 +175,31 @@ class Step:
             self.worker.metrics = results.metrics
             assert results.loss is not None, "evaluations have a loss"
             return results.loss
+
+    @uncompiled
+    def plan_split(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> None:
+        """Plan the step of such microbatches ahead, and make its program, so that `run_split` finds both: their shapes
+        count, not their values. Any rank may call it, at any time between steps; it waits for no other. Raises
+        `InputError` for what `run_split` refuses."""
+        with self.worker.alone():
+            self.worker.engines.plan_ahead(batches)
+
+    def compare_padding(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> None:
+        """Once, refuse buckets whose padding changes the loss of the microbatch that grows most."""
+        pair = self.worker.engines.most_padded(batches)
+        if pair is None:
+            return
+        metrics, found = self.worker.metrics, list[Tensor]()
+        for as_they_are in (True, False):
+            self.worker.settle_optimizer()
+            self.worker.begin("evaluate_split", batch=True)
+            take = partial(self.worker.engines.evaluated_batch, [pair], "run_split", as_they_are=as_they_are)
+            loss = self.worker.run(*self.worker.admit(take, evaluation=True, apart=True)).loss
+            assert loss is not None, "evaluations have a loss"
+            found.append(loss)
+        self.worker.metrics = metrics
+        plain, padded = found
+        refuse_changed(plain, padded, {parameter.dtype for parameter in self.worker.source.model.parameters()})
 
     @overload
     def evaluate(self, *args: Any, outputs: None = None, **kwargs: Any) -> Tensor: ...
