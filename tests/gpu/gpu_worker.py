@@ -404,7 +404,7 @@ def loading(device: torch.device) -> dict[str, list[Tensor]]:
     found: dict[str, list[Tensor]] = {}
     cases = [(schedule, "eager") for schedule in ("zb-2p", "zb-v", "interleaved-1f1b")]
     for schedule, backend in (*cases, ("zb-v", "cudagraph"), ("zb-v", "inductor")):
-        step = compiled(model, batch, MICROBATCHES, schedule=schedule, backend=backend).bind(timeout_s=60.0)
+        step = compiled(model, batch, MICROBATCHES, schedule=schedule, backend=backend).bind(timeout_s=150.0)
         for call in {id(call.phase): call for call in step.engine.runners[0].calls}.values():
             call.run = waits_once(call.run)
         inner = torch.optim.SGD(step.parameters(), lr=0.0)

@@ -26,7 +26,7 @@ from zbfx.comm.process_groups import NCCL_BLOCKS, NCCL_REDUCTION_BLOCKS, Bounded
 from zbfx.comm.together import waiting
 from zbfx.errors import SAME_CALLS, PipelineFault, ZbfxError, listed
 
-CLOSE_S = 5.0  # how long it may take to let go of everything after a failure
+CLOSE_S = 8.5  # how long letting go may take after a failure; the watches of others have spoken by then (`overdue`)
 GIVEN_UP = 0x7FFFFFFF  # the tag of receives that are given up, to close a group's connections
 
 
