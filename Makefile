@@ -6,6 +6,9 @@ VENV ?= .venv
 WORKERS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Tests start some hundred processes: with bytecode none of them compiles the library again.
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := test
 .PHONY: demo test quick lint docs
@@ -28,9 +31,8 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
 
 # While editing: neither other packages nor processes, and nothing that takes long.
 quick: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-		-m "not (gpu or inductor or processes or slow or solver or transformers)"
+	$(PYTEST) -m "not (gpu or inductor or processes or slow or solver or transformers)"
