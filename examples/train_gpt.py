@@ -15,9 +15,10 @@ import signal
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -124,19 +125,21 @@ def train_without_pipeline(job: Job) -> Iterator[float]:
         yield float(torch.stack(losses).mean())
 
 
-def train_rank(rank: int, job: Job, schedule: str, port: int, losses: Any) -> None:
-    """One process of the pipeline; rank 0 puts the loss of each step into the queue `losses`."""
+def train_rank(rank: int, job: Job, port: int, losses: Any) -> None:
+    """One process of the pipelines; rank 0 puts the loss of each step into the queue `losses`."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.processes)
-    step = compiled(job, schedule).bind()
-    optimizer = new_optimizer(job, step.parameters())  # the parameters of this rank's stage
-    for ids, targets in batches(job, read_text()):
-        loss = step(ids, targets)
-        optimizer.step()
-        optimizer.zero_grad()
-        if rank == 0:
-            losses.put(float(loss))
+    for schedule in SCHEDULES:
+        step = compiled(job, schedule).bind()
+        optimizer = new_optimizer(job, step.parameters())  # the parameters of this rank's stage
+        for ids, targets in batches(job, read_text()):
+            loss = step(ids, targets)
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 0:
+                losses.put(float(loss))
+        step.close()
     dist.destroy_process_group()
 
 
@@ -150,12 +153,13 @@ def interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def train_pipeline(job: Job, schedule: str) -> Iterator[float]:
-    """Start a process for each rank, and yield the losses that rank 0 reports. No process outlives the iterator."""
+def train_pipelines(job: Job) -> Generator[float, None, None]:
+    """Start a process for each rank, and yield the losses that rank 0 reports, of one schedule after the other. No
+    process outlives the generator."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a free port
     losses = mp.get_context("spawn").SimpleQueue()
     with interrupts_ignored():
-        ranks = mp.spawn(train_rank, (job, schedule, store.port, losses), job.processes, join=False, daemon=True)
+        ranks = mp.spawn(train_rank, (job, store.port, losses), job.processes, join=False, daemon=True)
     assert ranks is not None, "join=False gives the processes back"
     try:
         ended = False
@@ -255,8 +259,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for plan in plans.values():
         console.print(f"{plan}\n", soft_wrap=True, highlight=False)
     runs = {"plain PyTorch": follow(console, "plain PyTorch", job, train_without_pipeline(job))}
-    for schedule in SCHEDULES:
-        runs[schedule] = follow(console, schedule, job, train_pipeline(job, schedule))
+    with closing(train_pipelines(job)) as losses:
+        for schedule in SCHEDULES:
+            runs[schedule] = follow(console, schedule, job, islice(losses, job.steps))
+        assert next(losses, None) is None, "the processes have ended, too"
     console.print()
     console.print(loss_table(runs))
     rates = ", ".join(f"{schedule} {plan.bubble_rate:.3f}" for schedule, plan in plans.items())
