@@ -19,8 +19,11 @@ import transformers
 
 from examples.finetune import Text, parse
 from tests.checkpoint.models import VOCABULARY, tied_llama
+from tests.support.pool import Launch
+from tests.support.scripts import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "finetune.py"
 STEPS, KILLED_AT, LIMIT_S = 16, 7, 200
 OPTIONS = [
     *("--steps", str(STEPS), "--microbatches", "3", "--length", "12", "--learning-rate", "1e-2"),
@@ -28,12 +31,15 @@ OPTIONS = [
 ]
 
 
+def arguments(folder: Path) -> list[str]:
+    return [*map(str, (folder / "base", folder / "text.npy", folder / "out")), *OPTIONS]
+
+
 def start(processes: int, folder: Path) -> subprocess.Popen[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "--max-restarts=3"]
-    script = [str(ROOT / "examples" / "finetune.py"), *map(str, (folder / "base", folder / "text.npy", folder / "out"))]
     settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [sys.executable, *launcher, *script, *OPTIONS],
+        [sys.executable, *launcher, str(SCRIPT), *arguments(folder)],
         env=os.environ | settings,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -66,7 +72,7 @@ def told(folder: Path) -> list[tuple[int, str, float]]:
 
 def expected(folder: Path) -> dict[tuple[int, str], float]:
     """In plain transformers, in one process."""
-    options = parse([*map(str, (folder / "base", folder / "text.npy", folder)), *OPTIONS])
+    options = parse(arguments(folder))
     text, found = Text.read(options), dict[tuple[int, str], float]()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
@@ -88,9 +94,8 @@ def expected(folder: Path) -> dict[tuple[int, str], float]:
 
 @pytest.mark.timeout(500)
 @pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.transformers
-def test_training_survives_a_killed_process_and_another_number_of_them(tmp_path: Path) -> None:
+def test_training_survives_a_killed_process_and_another_number_of_them(launch: Launch, tmp_path: Path) -> None:
     torch.manual_seed(0)
     tied_llama().save_pretrained(tmp_path / "base")
     np.save(tmp_path / "text.npy", torch.randint(VOCABULARY, (2000,)).numpy())
@@ -109,13 +114,13 @@ def test_training_survives_a_killed_process_and_another_number_of_them(tmp_path:
     count = len(told(tmp_path))
     newest = max((tmp_path / "out" / "checkpoints").iterdir(), key=lambda path: int(path.name.split("-")[1]))
     shutil.rmtree(newest)
-    ended(start(3, tmp_path))
+    run_on_ranks(launch, 3, SCRIPT, arguments(tmp_path))  # by the pool: a start by torchrun is above
     again = [step for step, *_ in told(tmp_path)[count:]]
     assert again[0] > 1, "it goes on from a checkpoint"
     assert again[-1] == STEPS
     for step, what, loss in told(tmp_path):
         assert loss == pytest.approx(wanted[step, what], rel=1e-5), (step, what)
     trained = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
-    batch = Text.read(parse([*map(str, (tmp_path / "base", tmp_path / "text.npy", tmp_path)), *OPTIONS])).evaluation(3)
+    batch = Text.read(parse(arguments(tmp_path))).evaluation(3)
     losses = [trained(**rows).loss.item() for rows in batch]
     assert sum(losses) / len(losses) == pytest.approx(wanted[STEPS, "held_out"], rel=1e-5)
