@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import operator
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import fx
 
+from tests.support.pool import Launch
 from zbfx._torch.operators import waited
 from zbfx.plan import Kind
 from zbfx.runtime.digest import lines
@@ -51,21 +48,18 @@ def test_equal_values_have_one_text(name: str) -> None:
     assert "0x" not in spelled(first)
 
 
-@pytest.mark.processes
-def test_texts_are_those_of_a_process_with_other_addresses_and_hashes() -> None:
-    told = "from tests.test_spelled import *; print([spelled(make()) for made in VALUES.values() for make in made])"
-    texts = {
-        subprocess.run(
-            [sys.executable, "-c", told],
-            cwd=Path(__file__).parents[1],
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert texts == {f"{[spelled(make()) for made in VALUES.values() for make in made]}\n"}
+def texts(rank: int) -> list[str]:
+    return [spelled(make()) for made in VALUES.values() for make in made]
+
+
+def hash_of_a_text(rank: int) -> int:
+    return hash("text")
+
+
+def test_texts_are_those_of_a_process_with_other_addresses_and_hashes(launch: Launch) -> None:
+    """Each rank of the pool has hashes of its own."""
+    assert len(set(launch(3, hash_of_a_text).values())) == 3
+    assert launch(3, texts) == dict.fromkeys(range(3), texts(0))
 
 
 @pytest.mark.parametrize("waits", [False, True])
