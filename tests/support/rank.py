@@ -95,6 +95,7 @@ def fork(control: Connection) -> None:
         compiled(mlp(1), 2, 1, check=False)
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
     control.send(True)
     while True:
         try:
