@@ -11,7 +11,7 @@ PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := test
-.PHONY: demo test quick lint docs
+.PHONY: demo test quick lint style types tests docs
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -25,13 +25,21 @@ demo: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m mkdocs build
 
-lint: $(STAMP)
+lint: style types
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(STAMP)
 	$(BIN)/mypy
 
-test: lint
+tests: $(STAMP)
 	$(PYTEST)
+
+# mypy runs on one core, and tests wait for one another: both together are done sooner than one after the other.
+test: style
+	$(MAKE) --no-print-directory --jobs 2 types tests
 
 # While editing: neither other packages nor processes, and nothing that takes long. All of tests/hf needs transformers,
 # whose trainer takes seconds to import.
