@@ -51,6 +51,7 @@ class Asked:
     m: int
     device: torch.device
     schedule: str
+    overlap: bool = True  # of zbfx
 
     @property
     def ranks(self) -> int:
@@ -172,6 +173,7 @@ def pipelined(asked: Asked) -> Pipelined:
             backend="cudagraph+inductor" if on_gpu else "eager",
             costs="measure" if on_gpu and asked.ranks > 1 else "estimate",
             device=asked.device,
+            overlap=None if asked.overlap else False,
         )
     run = pipe.bind(timeout_s=120)
     return Pipelined(pipe, run, zbfx.optim.PostValidated(asked.adam(run.parameters()), run, max_norm=MAX_NORM), batch)
@@ -218,6 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     parser.add_argument("--microbatches", type=int, default=8, help="microbatches of all processes together")
     parser.add_argument("--schedule", default="1f1b", help="of zbfx")
+    parser.add_argument("--no-overlap", action="store_true", help="zbfx runs no W beside a B")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="models of a second")
     parser.add_argument("--pictures", type=Path, help="folder for timelines of zbfx, planned and measured, as SVG")
@@ -236,10 +239,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for system in options.systems:
             family = (TINY if options.tiny else FAMILIES)[options.family]()
             picture = options.pictures and options.pictures / f"{options.family}_{precision}.svg"
-            row = {
-                **where,
-                **measured(system, Asked(family, precision, options.microbatches, device, options.schedule), picture),
-            }
+            asked = Asked(family, precision, options.microbatches, device, options.schedule, not options.no_overlap)
+            row = {**where, **measured(system, asked, picture)}
             if rank == 0:
                 print({name: value for name, value in row.items() if name not in where}, flush=True)
                 if options.out:
