@@ -24,3 +24,11 @@ def test_what_one_rank_refuses_all_refuse(launch: Launch) -> None:
         assert results["empty"]["type"] == "InputError"
         assert ("refused its batch" in results["refused"]["text"]) == (rank != 2)
         assert "all ranks of a pipeline take the same microbatches; found 1 on" in results["others"]["text"]
+
+
+def test_padded_microbatches_of_replicas(launch: Launch) -> None:
+    for results in launch(REPLICAS * RANKS, unlike_worker.bucketed).values():
+        assert len(results["errors"]) > 1
+        assert max(results["errors"].values()) < 1e-12, results["errors"]
+        assert results["refused"]["type"] == "InputError"
+        assert "padding changes the loss" in results["refused"]["text"]

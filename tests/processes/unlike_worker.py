@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from tests.processes.replicas_worker import mesh_of
 from tests.processes.worker import refusal
+from tests.runtime import test_buckets
 from tests.runtime.test_unlike import Mixer, Rows, by_tokens, expected, mean, pipeline, rows_of
 from tests.support.reference import default_dtype
 from zbfx.optim import PostValidated
+from zbfx.runtime.buckets import Buckets
 from zbfx.runtime.step import Step
 
 RANKS, REPLICAS = 2, 2
@@ -95,3 +97,25 @@ def trained(rank: int) -> dict[str, Any]:
         results[way] = errors
         step.close()
     return results
+
+
+@default_dtype(torch.float64)
+def bucketed(rank: int) -> dict[str, Any]:
+    """Over replicas whose lengths differ: the largest differences from one process, and what is refused."""
+    mesh, replica = mesh_of(REPLICAS, RANKS), rank // RANKS
+    batches = test_buckets.rows_of((5, 7, 12)), test_buckets.rows_of((6, 2))  # nothing of a 6 is padded
+    model = test_buckets.model_of()
+    plain = copy.deepcopy(model)
+    loss = test_buckets.loss_of(plain, [*batches[0], *batches[1]])
+    loss.backward()
+    buckets = Buckets({"inputs[0]": (1, 0), "targets[0]": (1, test_buckets.IGNORED)}, rounded=test_buckets.sixes)
+    step = test_buckets.pipeline(model).bind(mesh, on_new_shape="symbolic", buckets=buckets)
+    errors = {"loss": abs(float(step.run_split(batches[replica]) - loss.detach()))}
+    for name, parameter in step.named_parameters():
+        errors[name] = float((parameter.grad - plain.get_parameter(name).grad).abs().max())  # type: ignore[operator]
+    step.close()
+    counts = Buckets({"inputs[0]": (1, 0), "targets[0]": (1, 0)}, rounded=test_buckets.sixes)
+    step = test_buckets.pipeline(test_buckets.model_of()).bind(mesh, on_new_shape="symbolic", buckets=counts)
+    refused = refusal(lambda: step.run_split(batches[replica]))
+    step.close()
+    return {"errors": errors, "refused": refused}

@@ -47,9 +47,9 @@ def rows_of(lengths: tuple[int, ...]) -> list[tuple[tuple[Tensor, Tensor], dict[
     return [((row, row), {}) for row in ids]
 
 
-def step_of(model: nn.Module, buckets: Buckets | None, **options: Any) -> Any:
+def pipeline(model: nn.Module) -> zbfx.Pipeline:
     ((ids, targets), _) = rows_of((9,))[0]
-    pipe = zbfx.compile(
+    return zbfx.compile(
         model,
         stages=2,
         microbatches=2,
@@ -59,7 +59,17 @@ def step_of(model: nn.Module, buckets: Buckets | None, **options: Any) -> Any:
         schedule="1f1b",
         check=False,
     )
-    return pipe.run_local(**{"on_new_shape": "symbolic", "buckets": buckets, **options})
+
+
+def step_of(model: nn.Module, buckets: Buckets | None, **options: Any) -> Any:
+    return pipeline(model).run_local(**{"on_new_shape": "symbolic", "buckets": buckets, **options})
+
+
+def loss_of(model: nn.Module, rows: list[Any]) -> Tensor:
+    """By plain autograd, over all tokens of the rows."""
+    sums = [torch.stack(by_tokens(model(ids), targets)) for (ids, targets), _ in rows]
+    total, count = torch.stack(sums).sum(0)
+    return total / count
 
 
 def sixes(length: int) -> int:
@@ -73,9 +83,7 @@ def test_padding_changes_neither_loss_nor_gradients_and_shapes_are_few() -> None
     rows = rows_of((2, 5, 6, 7, 11, 12))
     step = step_of(model, Buckets({"inputs[0]": (1, 0), "targets[0]": (1, IGNORED)}, rounded=sixes))
     loss = step.run_split(rows)
-    sums = [torch.stack(by_tokens(plain(ids), targets)) for (ids, targets), _ in rows]
-    total, count = torch.stack(sums).sum(0)
-    expected = total / count
+    expected = loss_of(plain, rows)
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
     for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
