@@ -23,16 +23,26 @@ from zbfx.plan import Action, CostTable, Number, require_size
 from zbfx.schedule.bounds.certificate import Certificate
 from zbfx.schedule.integer.solver import solvers
 from zbfx.schedule.orders.handmade import Orders
-from zbfx.schedule.orders.registry import GENERATORS, SEARCHED, Generator, Improve, fastest_first, generated, names
+from zbfx.schedule.orders.registry import (
+    GENERATORS,
+    LETTERS,
+    SEARCHED,
+    Generator,
+    Improve,
+    fastest_first,
+    generated,
+    names,
+)
 from zbfx.schedule.orders.written import read_orders
 from zbfx.schedule.schedule import Schedule
 from zbfx.schedule.search.fusing import evaluated, one_by_one
 from zbfx.schedule.search.large import RULES_BETWEEN, LargeSearch, large_rules
 from zbfx.schedule.search.order_search import OrderSearch
 from zbfx.schedule.search.refine import refine_search
-from zbfx.timing.exact import Instance, exact, instance, on_common_tick
+from zbfx.timing.exact import exact, instance, on_common_tick
 from zbfx.timing.limits import MemLimit, limit_per_rank, require_feasible
 from zbfx.timing.validity import check
+from zbfx.timing.views import in_ascending_order
 
 LEAST_ACTIONS_OF_LARGE = 60_000  # of more, a list schedule takes so long that few can be tried
 TIMED_PART = 32  # by so much is the problem on which a pass is timed
@@ -237,13 +247,13 @@ def _search_large(
     compared = []
     if start is not None:
         given = valid(costs, microbatches, start[1])
-        compared.append(search.compare(start[0], partial(problem.encode, given)))
+        compared.append(search.compare(start[0], lambda: given))
     rules = large_rules(problem, units, certificate.warm_up)
     search.expect(instance(costs, max(1, microbatches // TIMED_PART)))
     for other in fastest_first(GENERATORS):
         search.lists(rules, RULES_BETWEEN)
         try:
-            compared.append(search.compare(other, partial(_coded, problem, GENERATORS[other], costs, limits)))
+            compared.append(search.compare(other, partial(_as_arrays, GENERATORS[other], costs, microbatches, limits)))
         except WrongPlacement as refusal:
             compared.append(f"{other}: not compared, {refusal.reason}")
         except ZbfxError as refusal:
@@ -260,10 +270,12 @@ def _search_large(
     return replace(found, notes=(*compared, *search.notes, note))
 
 
-def _coded(
-    problem: Instance, generate: Generator, costs: CostTable, limits: Sequence[Number] | None
-) -> Sequence[Sequence[int]]:
-    return problem.encode(generated(generate, costs, problem.microbatches, limits))
+def _as_arrays(generate: Generator, costs: CostTable, microbatches: int, limits: Sequence[Number] | None) -> Orders:
+    """What a generator makes; as arrays where its letters are known, for millions of actions take long to make."""
+    if generate not in LETTERS:
+        return generated(generate, costs, microbatches, limits)
+    rows = LETTERS[generate](costs, microbatches)
+    return tuple(in_ascending_order(letters, len(costs.stages), microbatches) for letters in rows)
 
 
 def valid(costs: CostTable, microbatches: int, orders: Orders) -> Orders:

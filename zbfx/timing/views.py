@@ -74,6 +74,18 @@ class ActionView(View[Action]):
             yield Action(KINDS[kind], stage, microbatch)
 
 
+def in_ascending_order(letters: Sequence[tuple[Kind, int]], stage_count: int, microbatches: int) -> ActionView:
+    """The order of these kinds and stages in which each runs its microbatches in ascending order. What goes beyond the
+    last microbatch is left out."""
+    groups = {letter: KINDS.index(letter[0]) * stage_count + letter[1] for letter in set(letters)}
+    row = np.array([groups[letter] for letter in letters], dtype=np.int64)
+    codes = np.full(len(row), -1, dtype=np.int64)
+    for group in groups.values():
+        places = np.flatnonzero(row == group)[:microbatches]
+        codes[places] = group * microbatches + np.arange(len(places))
+    return ActionView(codes[codes >= 0], stage_count, microbatches)
+
+
 class SpanView(View[Span]):
     """One rank's actions with their times in seconds."""
 

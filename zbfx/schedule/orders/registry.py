@@ -80,6 +80,9 @@ GENERATORS: dict[str, Generator] = {
     "v-min": vshape.v_min,
 }
 
+# Per rank the kinds and stages of what a generator makes, where each runs its microbatches in ascending order.
+LETTERS: dict[Generator, Callable[[CostTable, int], list[list[vshape.Letter]]]] = {vshape.zb_v: vshape.zb_v_letters}
+
 SEARCHED: dict[str, Searched] = {
     "zb-1p": Searched("1x", handmade.require_linear, seeds=("1f1b", "zb-h1")),
     "zb-2p": Searched("2x", handmade.require_linear, seeds=("1f1b", "zb-h1", "zb-h2")),

@@ -13,6 +13,8 @@ from zbfx.plan import Action, CostTable, Kind
 from zbfx.schedule.orders.handmade import Orders
 from zbfx.schedule.orders.reordered import reordered
 
+Letter = tuple[Kind, int]  # and a stage
+
 
 def v_placement(ranks: int) -> tuple[int, ...]:
     """Stages 0 to p - 1 down the ranks, p to 2p - 1 back up: a microbatch's forward ends on rank 0, where it began."""
@@ -35,46 +37,42 @@ def zb_v(costs: CostTable, microbatches: int, extra: int = 0) -> Orders:
     """The paper's order for equal times (section 6): zero bubble at 1F1B's memory. Rank i warms up with 2(p - i) - 1 Fs
     of its first stage and i pairs of second-stage and first-stage F; p - i rounds of F, B, W of the second stage
     follow, then rounds of F, B, W of either stage in turn until the Fs run out; the Ws of the last Bs fill the end."""
+    orders = []
+    for letters in zb_v_letters(costs, microbatches, extra):
+        done = dict.fromkeys(letters, 0)
+        order = []
+        for letter in letters:
+            if done[letter] < microbatches:
+                order.append(Action(*letter, done[letter]))
+                done[letter] += 1
+        orders.append(tuple(order))
+    return tuple(orders)
+
+
+def zb_v_letters(costs: CostTable, microbatches: int, extra: int = 0) -> list[list[Letter]]:
+    """Per rank the kinds and stages of `zb_v`. Each runs the microbatches in ascending order; beyond the last one it is
+    left out."""
     require_v("zb-v-order", costs)
     p = costs.rank_count
-    # With fewer microbatches the pattern is cut out of the shortest whole one.
-    whole = max(microbatches, 2 * p - 1 + extra)
-    return tuple(
-        tuple(action for action in _zb_v_rank(p, rank, whole, extra) if action.microbatch < microbatches)
-        for rank in range(p)
-    )
-
-
-def _zb_v_rank(p: int, rank: int, microbatches: int, extra: int) -> list[Action]:
-    stages = rank, 2 * p - 1 - rank
-    order: list[Action] = []
-    done = {(kind, half): 0 for kind in (Kind.F, Kind.B, Kind.W) for half in (0, 1)}
-
-    def run(half: int, *kinds: Kind) -> None:
-        for kind in kinds:
-            if done[kind, half] < microbatches:
-                order.append(Action(kind, stages[half], done[kind, half]))
-                done[kind, half] += 1
-
-    for _ in range(2 * (p - rank) - 1 + extra):
-        run(0, Kind.F)
-    for _ in range(rank):
-        run(1, Kind.F)
-        run(0, Kind.F)
-    for _ in range(p - rank):
-        run(1, Kind.F, Kind.B, Kind.W)
-    while done[Kind.F, 1] < microbatches:
-        run(0, Kind.F, Kind.B, Kind.W)
-        run(1, Kind.F, Kind.B, Kind.W)
-    for _ in range(rank):
-        run(0, Kind.B)
-        run(1, Kind.B)
-    for _ in range(p - rank):
-        run(0, Kind.B, Kind.W)
-    for half in (1, 0):
-        while done[Kind.W, half] < microbatches:
-            run(half, Kind.W)
-    return order
+    whole = max(microbatches, 2 * p - 1 + extra)  # with fewer microbatches it is cut out of the shortest whole one
+    found = []
+    for rank in range(p):
+        (f0, b0, w0), (f1, b1, w1) = (
+            [(kind, stage) for kind in (Kind.F, Kind.B, Kind.W)] for stage in (rank, 2 * p - 1 - rank)
+        )
+        found.append(
+            [
+                *[f0] * (2 * (p - rank) - 1 + extra),
+                *[f1, f0] * rank,
+                *[f1, b1, w1] * (p - rank),
+                *[f0, b0, w0, f1, b1, w1] * (whole - p),
+                *[b0, b1] * rank,
+                *[b0, w0] * (p - rank),
+                *[w1] * whole,
+                *[w0] * whole,
+            ]
+        )
+    return found
 
 
 def v_half(costs: CostTable, microbatches: int) -> Orders:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from math import inf
 from time import perf_counter
 
+from zbfx.schedule.orders.handmade import Orders
 from zbfx.schedule.search.fusing import evaluated, one_by_one
 from zbfx.schedule.search.list_scheduling import Listed, ListScheduler
 from zbfx.schedule.search.rules import Rule, Turn, arrival_shapes, first_rules, most_in_flight
@@ -21,7 +22,7 @@ ORDERS_AND_RESULT = 1.6  # to check the result and time it, in passes over given
 GENERATED_AND_RESULT = 2.6  # the same, after one more pass
 RULES_BETWEEN = 3  # tried before each of the orders by hand
 PATIENCES = (0, 2, 1, 3, 4)
-Generate = Callable[[], Sequence[Sequence[int]]]
+Generate = Callable[[], Orders]
 
 
 @dataclass
@@ -37,6 +38,9 @@ class LargeSearch:
     list_s: float = 0.0
     orders_s: float = 0.0
     notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.scheduler = ListScheduler(self.problem, self.limits, compiled_from=0)
 
     def fits(self, pass_s: float) -> bool:
         """Whether a pass that takes so long would end in time."""
@@ -70,12 +74,11 @@ class LargeSearch:
 
     def lists(self, rules: Iterator[Rule], most: float = inf) -> None:
         """List schedules by these rules, up to `most`, while there is time."""
-        scheduler = ListScheduler(self.problem, self.limits, compiled_from=0)
         tried = 0
         while tried < most and self.open() and self.lists_fit() and (rule := next(rules, None)) is not None:
             tried += 1
             begun = perf_counter()
-            self.offer(scheduler.run(rule, inf if self.best is None else self.best.cost), "list scheduling")
+            self.offer(self.scheduler.run(rule, inf if self.best is None else self.best.cost), "list scheduling")
             self.list_s = max(self.list_s, perf_counter() - begun)
 
     def compare(self, name: str, generate: Generate) -> str:
@@ -84,7 +87,11 @@ class LargeSearch:
         if self.best is not None and not (self.open() and self.fits(GENERATED_AND_RESULT * self.orders_s)):
             return f"{name}: not compared, the time or the bound is reached"
         begun = perf_counter()
-        listed = evaluated(self.problem, generate(), self.limits)
+        orders, compiled = generate(), self.scheduler.compiled_rules()
+        if compiled is None:
+            listed = evaluated(self.problem, self.problem.encode(orders), self.limits)
+        else:
+            listed = compiled.evaluate(orders)
         self.orders_s = max(self.orders_s, perf_counter() - begun)
         self.offer(listed, name)
         if listed is None:

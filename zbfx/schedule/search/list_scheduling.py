@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from importlib.util import find_spec
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import ceil, inf
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from zbfx.plan import Action
 from zbfx.schedule.search.rules import PATIENCE_UNIT, Rule, Turn
 from zbfx.timing.exact import B, F, Instance, W
 
@@ -41,7 +43,7 @@ class ListScheduler:
 
     def __init__(self, problem: Instance, limits: Sequence[int] | None, compiled_from: int = COMPILED_FROM) -> None:
         self.problem, self.compiled_from, self.actions_run = problem, compiled_from, 0
-        self.compiled: _Compiled | None = None
+        self._compiled: CompiledRules | None = None
         count, ranks = problem.stage_count, range(problem.rank_count)
         self.limits: list[float] = [inf] * problem.rank_count if limits is None else list(limits)
         # Later stages first, as their Bs gate every earlier stage's, and their Fs lead to the next Bs.
@@ -69,11 +71,14 @@ class ListScheduler:
     def run(self, rule: Rule, stop_at: float = inf) -> Listed | None:
         """The rule's schedule, or None if it gets stuck or costs `stop_at` ticks or more."""
         self.actions_run += 3 * self.problem.stage_count * self.problem.microbatches
-        if self.actions_run > self.compiled_from and compilable(self.problem):
-            if self.compiled is None:
-                self.compiled = _Compiled(self)
-            return self.compiled.run(rule, stop_at)
-        return _ByRule(self, rule).finish(stop_at)
+        compiled = self.compiled_rules()
+        return _ByRule(self, rule).finish(stop_at) if compiled is None else compiled.run(rule, stop_at)
+
+    def compiled_rules(self) -> CompiledRules | None:
+        """None where numba is missing, or nothing worth loading it has been placed."""
+        if self._compiled is None and self.actions_run >= self.compiled_from and compilable(self.problem):
+            self._compiled = CompiledRules(self)
+        return self._compiled
 
     def refill(self, orders: Sequence[Sequence[int]], patience: Sequence[int], stop_at: float = inf) -> Listed | None:
         """Keep every rank's order of Fs and Bs and place the Ws anew: in gaps that they fill well enough, and where
@@ -91,15 +96,14 @@ def compilable(problem: Instance) -> bool:
     return longest * problem.rank_count < NO_LIMIT and find_spec("numba") is not None
 
 
-class _Compiled:
+class CompiledRules:
     """The rules of one problem as numba runs them; the same schedules as `_ByRule` makes."""
 
     def __init__(self, scheduler: ListScheduler) -> None:
-        from zbfx.schedule.search.listing_loop import rule_listed  # needs numba, which takes .3 s to import
+        from zbfx.schedule.search.listing_loop import orders_timed, rule_listed  # need numba, .3 s to import
 
-        problem, limits, self.listed = scheduler.problem, scheduler.limits, rule_listed
-        self.problem = problem
-        outputs = range(2 * problem.stage_count)
+        problem, limits = scheduler.problem, scheduler.limits
+        self.problem, self.listed, self.timed = problem, rule_listed, orders_timed
         self.lists = (
             problem.microbatches,
             whole_numbers(problem.ticks),
@@ -108,7 +112,7 @@ class _Compiled:
             whole_numbers([NO_LIMIT if limit == inf else limit for limit in limits]),
             whole_numbers(scheduler.work),
             *_flat([[(stage,) for stage in stages] for stages in scheduler.stages], 1),
-            *_flat([problem.sources[group] for group in outputs], 2),
+            *_flat(problem.sources, 2),
             *_flat(scheduler.receivers, 2),
         )
 
@@ -131,8 +135,19 @@ class _Compiled:
             return None
         return Listed(cost, tuple(tuple(row[:length].tolist()) for row, length in zip(orders, lengths, strict=True)))
 
+    def evaluate(self, orders: Sequence[Sequence[Action]]) -> Listed | None:
+        """The orders with their cost, or None if they deadlock or exceed the limits."""
+        views = [order for order in orders if self.problem.has_coded(order)]
+        rows = [view.codes for view in views] if len(views) == len(orders) else self.problem.encode(orders)
+        begins = whole_numbers([0, *accumulate(map(len, rows))])
+        codes = np.concatenate([whole_numbers(row) for row in rows])
+        cost = self.timed(self.lists, codes, begins)
+        if cost < 0:
+            return None
+        return Listed(cost, tuple(tuple(codes[low:high].tolist()) for low, high in pairwise(begins)))
 
-def whole_numbers(values: Sequence[float]) -> Any:
+
+def whole_numbers(values: Sequence[float] | NDArray[Any]) -> Any:
     """An array for numba."""
     return np.array(values, dtype=np.int64)
 

@@ -175,3 +175,56 @@ def rule_listed(lists: Any, choices: Any, stop_at: Any, orders: Any, lengths: An
     for rank in range(p):
         cost = max(cost, clocks[rank] - max(first[rank], 0))
     return cost
+
+
+@njit(cache=True)
+def orders_timed(lists: Any, codes: Any, begins: Any) -> Any:
+    """The cost of given orders in ticks: rank r runs `codes` from begins[r] to begins[r + 1]. -1 where they deadlock or
+    exceed the limit."""
+    m, ticks, grows, room, limits, _, _, _, first_source, sources, source_lags, _, _, _ = lists
+    p, count = len(limits), len(room)
+    ends, waiting = np.full(3 * count * m, -1, np.int64), np.full(3 * count * m, -1, np.int32)
+    following, runnable = np.full(p, -1, np.int64), np.arange(p)
+    clocks, places, first, held = (
+        np.zeros(p, np.int64),
+        begins[:-1].copy(),
+        np.zeros(p, np.int64),
+        np.zeros(p, np.int64),
+    )
+    top = p
+    while top > 0:
+        top -= 1
+        rank = runnable[top]
+        while places[rank] < begins[rank + 1]:
+            group, j = codes[places[rank]] // m, codes[places[rank]] % m
+            start, missing = clocks[rank], -1
+            for edge in range(first_source[group], first_source[group + 1]):
+                needed = sources[edge] * m + j
+                if ends[needed] < 0:
+                    missing = needed
+                    break
+                start = max(start, ends[needed] + source_lags[edge])
+            if missing >= 0:
+                following[rank] = waiting[missing]
+                waiting[missing] = rank
+                break
+            if places[rank] == begins[rank]:
+                first[rank] = start
+            held[rank] += grows[group]
+            if held[rank] > limits[rank]:
+                return -1
+            clocks[rank] = start + ticks[group]
+            made = (group if group < 3 * count else group - 2 * count) * m + j  # BW has the output of B
+            ends[made] = clocks[rank]
+            other = waiting[made]
+            while other >= 0:
+                runnable[top] = other
+                top += 1
+                other = following[other]
+            places[rank] += 1
+    cost = 0
+    for rank in range(p):
+        if places[rank] < begins[rank + 1]:
+            return -1
+        cost = max(cost, clocks[rank] - first[rank])
+    return cost
