@@ -18,6 +18,10 @@ from tests.support.small import settle_for_small_models
 if TYPE_CHECKING:
     from xdist.scheduler import LoadFileScheduling
 
+TESTS = Path(__file__).parent
+# Rooms whose tests are of what becomes of a trace.
+BELOW_TRACES = ("memory", "passes", "program")
+
 
 @cache
 def is_of_the_pool(file: Path) -> bool:
@@ -46,10 +50,16 @@ def all_traces() -> dict[str, Any]:
 
 @pytest.fixture
 def known_traces(monkeypatch: pytest.MonkeyPatch, all_traces: dict[str, Any]) -> None:
-    """Models that are alike are traced once for all tests that ask for this."""
+    """Models that are alike are traced once for all tests that ask for this, and for those in BELOW_TRACES."""
     from tests.support.known_traces import trace_once  # brings all of zbfx
 
     trace_once(monkeypatch, all_traces)
+
+
+@pytest.fixture(autouse=True)
+def known_traces_in_rooms_below(request: pytest.FixtureRequest) -> None:
+    if request.path.relative_to(TESTS).parts[0] in BELOW_TRACES:
+        request.getfixturevalue("known_traces")
 
 
 @pytest.fixture
@@ -71,8 +81,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Modules stay. Without looks at their objects, collecting garbage takes a tenth of the tests' time less, and a
-    thirtieth if it looks at others less often."""
+    """Modules stay. Without looks at their objects, collecting garbage takes a tenth of the tests' time less, and less
+    again where it looks at other objects less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
