@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.coverage.fuzz_unlike import STEPS, TOLERANCE, Case, largest_error
+from benchmarks.coverage.fuzz_unlike import STEPS, TOLERANCE, Case, outcome_of
 
 SEEDS = (4, 5)
 
@@ -15,4 +15,7 @@ def test_random_steps_equal_plain_autograd(seed: int) -> None:
     case = Case.of(seed)
     assert len({len(rows) for rows in case.steps()}) > 1
     assert len(list(case.steps())) == STEPS
-    assert largest_error(case) < TOLERANCE
+    outcome = outcome_of(case)
+    assert outcome.error < TOLERANCE
+    assert outcome.refused < STEPS
+    assert (outcome.share > 0) == (case.room is not None)
