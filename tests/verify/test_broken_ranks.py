@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch import fx
 
 from tests.support.reference import rescheduled
 from tests.verify.test_broken_programs import (
@@ -52,13 +53,33 @@ def another_stages_sum(program: Program) -> None:
 
 
 def sum_left_out(program: Program) -> None:
-    node = next(n for n in program.module.graph.nodes if str(n.target).startswith("add_"))
+    node = addition(program)
     node.args = node.args[:1]
 
 
 def sums_turned(program: Program) -> None:
-    node = next(n for n in program.module.graph.nodes if str(n.target).startswith("add_"))
+    node = addition(program)
     node.args = node.args[::-1]
+
+
+def addition(program: Program) -> fx.Node:
+    return next(n for n in program.module.graph.nodes if str(n.target).startswith("add_"))
+
+
+def another_value_added(name: str) -> Mutation:
+    def mutation(program: Program) -> None:
+        node = addition(program)
+        node.args = (*node.args, next(n for n in program.module.graph.nodes if n.name == name))
+
+    return mutation
+
+
+def another_entry_added(entry: int) -> Mutation:
+    def mutation(program: Program) -> None:
+        value: Any = addition(program).args[1]
+        value.update_arg(1, entry)
+
+    return mutation
 
 
 def added_elsewhere(program: Program) -> None:
@@ -86,6 +107,11 @@ BROKEN: list[tuple[Callable[..., Any], Callable[[], Compiled], int, Mutation]] =
     (rank_rules.shared_gradients_are_whole, tied, 0, sum_left_out),
     (rank_rules.shared_gradients_are_whole, tied, 0, sums_turned),
     (rank_rules.shared_gradients_are_whole, tied, 0, added_elsewhere),
+    *(
+        (rank_rules.shared_gradients_are_whole, tied, 0, another_value_added(name))
+        for name in ("microbatch_0", "F0_3_for_W", "mm_6_m3", "getitem", "W0_0")
+    ),
+    *((rank_rules.shared_gradients_are_whole, tied, 0, another_entry_added(entry)) for entry in (-1, 1)),
     (rank_rules.calls_beside_do_not_meet, overlapped, 1, gradients_meet),
     (rank_rules.calls_beside_do_not_meet, overlapped, 1, buffers_meet),
 ]

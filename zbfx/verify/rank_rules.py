@@ -17,11 +17,11 @@ from torch import fx
 from zbfx.graphs import Role
 from zbfx.program import ops
 from zbfx.program.calls import AddToGradient, Gradient, PartialSum
-from zbfx.verify.flow import CallNode, Flow, called_by
+from zbfx.verify.flow import CallNode, Flow, called_by, sent
 from zbfx.verify.problems import Problem, Problems, RuleTable, alike, equal
 
 Flows = Sequence[Flow]
-Sum = tuple[str, int]  # a gradient, and the stage whose sum over the microbatches it is
+Sum = tuple[str, int | None]  # a gradient, and the stage whose sum over the microbatches it is
 
 
 def messages_pair_up(flows: Flows) -> Problems:
@@ -134,15 +134,20 @@ def additions(flows: Flows, flow: Flow) -> Iterator[tuple[str, list[Sum]]]:
 
 
 def made_of(flows: Flows, flow: Flow, value: Any) -> list[Sum]:
-    """The stages' sums in a value that ranks exchange: one of them, or what another rank has added up."""
+    """The stages' sums in a value that ranks exchange: one of them, or what another rank has added up. Any other value
+    is of no stage."""
+    other: list[Sum] = [(str(value), None)]
     if value.target is operator.getitem:
-        key, index = str(value.args[0].args[1]), value.args[1]
-        source = flows[flow.program.messages[key].source]
-        return made_of(flows, source, source.messages[key][0].args[2][index])  # type: ignore[index]
+        (origin, index), messages = value.args, flow.program.messages
+        message = messages.get(str(origin.args[1])) if origin.target is ops.receive else None
+        if message is None or not 0 <= index < len(message.names):
+            return other
+        source = flows[message.source]
+        return made_of(flows, source, sent(source.messages[message.key][0])[index])
     module = called_by(value) if value.op == "call_module" else None
     if isinstance(module, PartialSum):
         return [(module.name, module.stage)]
-    return dict(additions(flows, flow)).get(module.name, []) if isinstance(module, Gradient) else []
+    return dict(additions(flows, flow)).get(module.name, other) if isinstance(module, Gradient) else other
 
 
 def calls_beside_do_not_meet(flows: Flows) -> Problems:
