@@ -142,14 +142,17 @@ def optimizer_state(step: Any, optimizer: Any) -> dict[str, dict[str, Tensor]]:
     return {names[index]: {key: value.clone() for key, value in found.items()} for index, found in state.items()}
 
 
-def made() -> nn.Module:
+def made(tied: bool = False) -> nn.Module:
     torch.manual_seed(11)
-    return nn.Sequential(*trained().children(), nn.Dropout(0.1))
+    model = nn.Sequential(*trained().children(), nn.Dropout(0.1))
+    if not tied:
+        model[7].weight = nn.Parameter(model[7].weight.detach().clone())
+    return model
 
 
 @in_double_precision
-def in_one_process(form: Form, folder: str, steps: int, seed: int) -> dict[str, Any]:
-    model = made()
+def in_one_process(form: Form, folder: str, steps: int, seed: int, tied: bool = False) -> dict[str, Any]:
+    model = made(tied)
     step = plain_pipe(model, form.ranks, 4, **dict(form.options)).run_local(seed=seed)
     return train(form, step, model, 0, folder, steps)
 
