@@ -145,8 +145,10 @@ def optimizer_state(step: Any, optimizer: Any) -> dict[str, dict[str, Tensor]]:
 def made(tied: bool = False) -> nn.Module:
     torch.manual_seed(11)
     model = nn.Sequential(*trained().children(), nn.Dropout(0.1))
+    last = model[7]
+    assert isinstance(last, nn.Linear)
     if not tied:
-        model[7].weight = nn.Parameter(model[7].weight.detach().clone())
+        last.weight = nn.Parameter(last.weight.detach().clone())
     return model
 
 

@@ -112,7 +112,7 @@ def appended(tensor: Tensor, dim: int, count: int, value: Any) -> Tensor:
     return F.pad(tensor, after, value=value)
 
 
-def refuse_changed(plain: Tensor, padded: Tensor, dtypes: set[torch.dtype]) -> None:
+def refuse_padding(plain: Tensor, padded: Tensor, dtypes: set[torch.dtype]) -> None:
     """Raises `InputError` if padding has changed a loss by more than rounding in the least precise of these dtypes."""
     tolerance = max((LOSS_TOLERANCE.get(dtype, HALF_TOLERANCE) for dtype in dtypes), default=HALF_TOLERANCE)
     before, after = float(plain), float(padded)

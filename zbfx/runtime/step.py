@@ -18,7 +18,7 @@ from zbfx.compiled import Compiled
 from zbfx.errors import ZbfxError
 from zbfx.runtime import on_disk, saving
 from zbfx.runtime.being_saved import Saved
-from zbfx.runtime.buckets import refuse_changed
+from zbfx.runtime.buckets import refuse_padding
 from zbfx.runtime.clipping import checked_norms, clip
 from zbfx.runtime.delivery import Delivery
 from zbfx.runtime.engine import Engine
@@ -199,7 +199,7 @@ class Step:
             found.append(loss)
         self.worker.metrics = metrics
         plain, padded = found
-        refuse_changed(plain, padded, {parameter.dtype for parameter in self.worker.source.model.parameters()})
+        refuse_padding(plain, padded, {parameter.dtype for parameter in self.worker.source.model.parameters()})
 
     @overload
     def evaluate(self, *args: Any, outputs: None = None, **kwargs: Any) -> Tensor: ...
