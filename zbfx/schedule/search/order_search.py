@@ -37,7 +37,8 @@ from zbfx.schedule.search.variation import FusingVariation, RefillVariation, Rul
 from zbfx.timing.exact import Instance, instance, peak_units
 
 FIRST_STEPS, STEPS_GROWTH = 40, 1.5  # list schedules, and moves of the local search, per contender and round
-ANNEALING_STEPS = 500  # in the time of one of those
+ANNEALED_GROWTH = 3.0  # instead: one long way from hot to cold finds more than many short ones
+ANNEALING_STEPS = 1000  # for one of those
 LISTED_STEPS = 8  # one list schedule for so many of those, where orders are annealed
 BOUND_SHARE = 0.15  # of the time left, whenever the bound is raised
 ANNEALING_S = 0.5  # less is not worth starting to anneal
@@ -174,7 +175,7 @@ class OrderSearch:
             if self.cost < before:
                 self.raise_bound()
             contenders = sorted(contenders, key=lambda contender: contender.best.cost)[: max(2, len(contenders) // 2)]
-            steps = int(steps * STEPS_GROWTH)
+            steps = int(steps * (ANNEALED_GROWTH if self.anneals else STEPS_GROWTH))
 
     def one_by_one(self) -> list[list[int]]:
         """The order that needs least memory."""
