@@ -25,12 +25,12 @@ from zbfx.schedule.integer.solver import solvers
 from zbfx.schedule.orders.handmade import Orders
 from zbfx.schedule.orders.registry import (
     GENERATORS,
-    LETTERS,
     SEARCHED,
     Generator,
     Improve,
     fastest_first,
     generated,
+    letters_of,
     names,
 )
 from zbfx.schedule.orders.written import read_orders
@@ -253,7 +253,9 @@ def _search_large(
     for other in fastest_first(GENERATORS):
         search.lists(rules, RULES_BETWEEN)
         try:
-            compared.append(search.compare(other, partial(_as_arrays, GENERATORS[other], costs, microbatches, limits)))
+            generate = GENERATORS[other]
+            orders = partial(_as_arrays, generate, costs, microbatches, limits)
+            compared.append(search.compare(other, orders, as_arrays=letters_of(generate) is not None))
         except WrongPlacement as refusal:
             compared.append(f"{other}: not compared, {refusal.reason}")
         except ZbfxError as refusal:
@@ -272,9 +274,10 @@ def _search_large(
 
 def _as_arrays(generate: Generator, costs: CostTable, microbatches: int, limits: Sequence[Number] | None) -> Orders:
     """What a generator makes; as arrays where its letters are known, for millions of actions take long to make."""
-    if generate not in LETTERS:
+    make_letters = letters_of(generate)
+    if make_letters is None:
         return generated(generate, costs, microbatches, limits)
-    rows = LETTERS[generate](costs, microbatches)
+    rows = make_letters(costs, microbatches)
     return tuple(in_ascending_order(letters, len(costs.stages), microbatches) for letters in rows)
 
 

@@ -80,9 +80,6 @@ GENERATORS: dict[str, Generator] = {
     "v-min": vshape.v_min,
 }
 
-# Per rank the kinds and stages of what a generator makes, where each runs its microbatches in ascending order.
-LETTERS: dict[Generator, Callable[[CostTable, int], list[list[vshape.Letter]]]] = {vshape.zb_v: vshape.zb_v_letters}
-
 SEARCHED: dict[str, Searched] = {
     "zb-1p": Searched("1x", handmade.require_linear, seeds=("1f1b", "zb-h1")),
     "zb-2p": Searched("2x", handmade.require_linear, seeds=("1f1b", "zb-h1", "zb-h2")),
@@ -119,6 +116,12 @@ def register(name: str, shape: Shape | None = None) -> Callable[[Generator], Gen
         return generator
 
     return add
+
+
+def letters_of(generate: Generator) -> Callable[[CostTable, int], list[list[vshape.Letter]]] | None:
+    """What makes, per rank, the kinds and stages of a generator's orders, each of which runs the microbatches in
+    ascending order; None where that is not known."""
+    return vshape.zb_v_letters if generate is vshape.zb_v else None
 
 
 def generated(generate: Generator, costs: CostTable, microbatches: int, limits: BytesPerRank) -> Orders:

@@ -18,8 +18,9 @@ from zbfx.schedule.search.list_scheduling import Listed, ListScheduler
 from zbfx.schedule.search.rules import Rule, Turn, arrival_shapes, first_rules, most_in_flight
 from zbfx.timing.exact import Instance, longest_paths
 
-ORDERS_AND_RESULT = 1.6  # to check the result and time it, in passes over given orders
-GENERATED_AND_RESULT = 2.6  # the same, after one more pass
+CHECKING = 1.6  # the result, and timing it: in passes over given orders
+GENERATING = 2.0  # orders by hand, and timing them: in such passes
+AS_ARRAYS = 2.0  # the same, of orders that are made as arrays: in list schedules
 RULES_BETWEEN = 3  # tried before each of the orders by hand
 PATIENCES = (0, 2, 1, 3, 4)
 Generate = Callable[[], Orders]
@@ -47,7 +48,7 @@ class LargeSearch:
         return perf_counter() + pass_s < self.deadline_s
 
     def lists_fit(self) -> bool:
-        return self.fits(self.list_s + ORDERS_AND_RESULT * self.orders_s)
+        return self.fits(self.list_s + CHECKING * self.orders_s)
 
     def expect(self, short: Instance) -> None:
         """Time passes over the first microbatches alone, to know how long whole ones will take. The first may compile
@@ -81,18 +82,20 @@ class LargeSearch:
             self.offer(self.scheduler.run(rule, inf if self.best is None else self.best.cost), "list scheduling")
             self.list_s = max(self.list_s, perf_counter() - begun)
 
-    def compare(self, name: str, generate: Generate) -> str:
+    def compare(self, name: str, generate: Generate, *, as_arrays: bool = False) -> str:
         """Take generated orders if they fit. Say in one line what they cost, or why they were not compared. Raises what
-        `generate` raises."""
-        if self.best is not None and not (self.open() and self.fits(GENERATED_AND_RESULT * self.orders_s)):
+        `generate` raises. `as_arrays`: it makes them fast."""
+        compiled = self.scheduler.compiled_rules()
+        quick = as_arrays and compiled is not None
+        pass_s = AS_ARRAYS * self.list_s if quick else GENERATING * self.orders_s
+        if self.best is not None and not (self.open() and self.fits(pass_s + CHECKING * self.orders_s)):
             return f"{name}: not compared, the time or the bound is reached"
-        begun = perf_counter()
-        orders, compiled = generate(), self.scheduler.compiled_rules()
+        begun, orders = perf_counter(), generate()
         if compiled is None:
             listed = evaluated(self.problem, self.problem.encode(orders), self.limits)
+            self.orders_s = max(self.orders_s, (perf_counter() - begun) / GENERATING)
         else:
             listed = compiled.evaluate(orders)
-        self.orders_s = max(self.orders_s, perf_counter() - begun)
         self.offer(listed, name)
         if listed is None:
             return f"{name}: over the limit, or it deadlocks"
