@@ -115,6 +115,13 @@ def join(backend: str) -> None:
     dist.init_process_group(backend, store=own, rank=int(told["RANK"]), world_size=int(told["WORLD_SIZE"]))
 
 
+def forget_after(file: Path, count: int) -> None:
+    """Take out what a run that was killed has told of steps after its last checkpoint: they come again."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    entries = [(line, json.loads(line)) for line in lines if line.endswith("}")]  # the last one may be half written
+    file.write_text("".join(f"{line}\n" for line, entry in entries if entry["step"] <= count))
+
+
 def main() -> None:
     options = parse()
     is_cuda = torch.cuda.is_available()
@@ -143,6 +150,8 @@ def main() -> None:
     held_out = text.evaluation(rows)
     is_first = dist.get_rank() == 0
     options.out.mkdir(parents=True, exist_ok=True)
+    if is_first:
+        forget_after(options.out / "losses.jsonl", step.count)
     with Progress(*COLUMNS, disable=not is_first) as progress, (options.out / "losses.jsonl").open("a") as losses:
         bubble = float(pipe.schedule.bubble_rate)
         bar = progress.add_task(

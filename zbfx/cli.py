@@ -34,7 +34,7 @@ from zbfx.asked import (
     speaks,
     tell,
 )
-from zbfx.documents import write_text
+from zbfx.documents import refuse_unwritable, write_text
 from zbfx.errors import WrongPlacement, ZbfxError
 from zbfx.named_model import EXAMPLE, named_arguments
 from zbfx.schedule import names
@@ -225,6 +225,7 @@ def add_report(commands: Any) -> None:
 def report_command(options: argparse.Namespace) -> None:
     """Writes the page and says where; what takes long is said on stderr."""
     check_problem(options)
+    refuse_unwritable(options.out)
     if options.target is not None:
         text = page_of_model(options)
     elif options.profile:
@@ -266,6 +267,9 @@ def add_profile(commands: Any) -> None:
 
 
 def profile_command(options: argparse.Namespace) -> None:
+    for path in (options.html, options.svg, options.trace):
+        if path is not None:
+            refuse_unwritable(path)
     from zbfx.measured_step import measured_step
 
     pipe, profile = measured_step(model_arguments(options), tell)

@@ -3,6 +3,7 @@ holds, or a `ZbfxError` that says why it is no document of one meaning, or why i
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections import Counter
@@ -43,6 +44,20 @@ def write_text(path: str | PathLike[str], text: str) -> None:
             if not is_stream:
                 part.unlink(missing_ok=True)
             raise
+    except OSError as error:
+        raise ZbfxError(f"cannot write {path}: {error.strerror}") from error
+
+
+def refuse_unwritable(path: str | PathLike[str]) -> None:
+    """Raises `ZbfxError` where `write_text` would: before what takes long to make is made."""
+    whole = Path(os.path.realpath(path))
+    try:
+        if whole.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if whole.is_file() or not whole.exists():
+            part = whole.with_name(f".{whole.name}.{os.getpid()}")
+            part.touch()
+            part.unlink()
     except OSError as error:
         raise ZbfxError(f"cannot write {path}: {error.strerror}") from error
 

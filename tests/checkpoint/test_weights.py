@@ -87,6 +87,10 @@ def test_base_model_of_adapters_is_read(make: Callable[[], Any], tmp_path: Path)
     alone = tensors(filled(adapted, folder, part))
     assert {name for name, value in alone.items() if not value.is_meta} >= part
     assert all(value.is_meta or torch.equal(value, values[name]) for name, value in alone.items())
+    random = tensors(filled(lambda: adapted(init_lora_weights=False), folder))
+    for name, value in random.items():
+        if "lora_" in name:  # as a new nn.Linear
+            assert 0.8 * value.shape[1] ** -0.5 < value.abs().max() <= value.shape[1] ** -0.5
     with pytest.raises(ZbfxError, match=r"weights= fills LoRA alone; found .*o_proj among modules_to_save"):
         filled(lambda: adapted(modules_to_save=["o_proj"]), folder)
     model = on_meta(adapted)

@@ -104,6 +104,18 @@ def test_a_profile_says_what_each_rank_did(folder: Path, capsys: pytest.CaptureF
     assert {e["pid"] for e in json.loads((folder / "t.json").read_text())["traceEvents"]} == {0, 1}
 
 
+@pytest.mark.parametrize("command", [["profile"], ["report", "--profile"]])
+@pytest.mark.parametrize("file", ["no/such/page.html", "."])
+def test_a_place_that_cannot_be_written_is_found_before_a_step_runs(
+    command: list[str], file: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("zbfx.measured_step.measured_step")
+    option = "--html" if command == ["profile"] else "--out"
+    assert main([*command, "user_model.py:pipeline", option, file]) == 2
+    assert f"cannot write {file}: " in capsys.readouterr().err
+    assert not list(folder.glob("**/.*html*"))
+
+
 @pytest.mark.slow
 def test_a_profile_over_processes(launch: Launch, folder: Path) -> None:
     printed = run_on_ranks(launch, 2, "zbfx", ["profile", "user_model.py:pipeline"], folder)

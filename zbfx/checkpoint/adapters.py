@@ -64,6 +64,9 @@ def initialize_adapters(model: Any) -> None:
     for layer in model.modules():
         if isinstance(layer, layer_type):
             for name in layer.r:
+                if model.peft_config[name].init_lora_weights is False:
+                    initialize_as_made(layer, name)
+                    continue
                 try:
                     layer.reset_lora_parameters(name, model.peft_config[name].init_lora_weights)
                 except ValueError as error:
@@ -71,3 +74,13 @@ def initialize_adapters(model: Any) -> None:
                         f"init_lora_weights={model.peft_config[name].init_lora_weights!r} needs the values of the base "
                         f"model, which weights= does not give it: use True or 'gaussian', or load the base model first"
                     ) from error
+
+
+def initialize_as_made(layer: Any, name: str) -> None:
+    """First values of an adapter that peft leaves as its layers are made."""
+    for parts in (layer.lora_A, layer.lora_B):
+        if name in parts:
+            parts[name].reset_parameters()
+    for tensors in (layer.lora_embedding_A, layer.lora_embedding_B):
+        if name in tensors:
+            nn.init.normal_(tensors[name])
