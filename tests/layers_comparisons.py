@@ -137,6 +137,7 @@ COMPARISONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "zbfx/trace/user_lines.py": (
             "frame.f_code.co_filename.startswith(LIBRARY_FOLDERS)",
+            "file.startswith(LAYERS)",
             "frame.f_code.co_filename.startswith(OWN_FOLDER)",
         ),
         "zbfx/trace/refusals.py": (

@@ -34,6 +34,7 @@ from zbfx.schedule.planner import build
 from zbfx.schedule.schedule import Schedule
 from zbfx.trace.guard import Source
 from zbfx.trace.loss import Reduction, separate_count
+from zbfx.trace.refusals import OF_BATCH
 from zbfx.trace.signature import Signature
 from zbfx.trace.symbols import Dimension, GuardBroken, Numbers, Shapes, Sizes, changed_dimensions
 from zbfx.trace.tracer import trace
@@ -118,6 +119,7 @@ class Variants:
                 sizes=sizes,
                 undo=source.guard.undo,
                 share_layers=self.pipe.options.share_layers,
+                given=OF_BATCH,
             )
         return separate_count(raw), signature
 

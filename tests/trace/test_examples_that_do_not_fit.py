@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import zbfx
 from tests.cases.common import line_of
-from tests.support.models import numbers
+from tests.support.models import mlp, numbers
+from tests.support.reference import compiled
 from zbfx import TraceError
 
 FIT = "Give example_inputs and example_kwargs as the model's forward takes them, and example_targets as loss_fn does"
@@ -80,8 +81,8 @@ def test_dtype_that_only_real_kernels_refuse(dtype: torch.dtype, options: dict[s
     assert "model.to(dtype)" in message
 
 
-def test_layers_of_torch_alone_are_named_where_they_are_compiled() -> None:
-    """No line of the stack is the model's: neither are those of decorators."""
+def test_layers_of_torch_alone_are_named_by_lines_of_theirs() -> None:
+    """No line of the stack is the model's: neither are those of decorators, nor that of who compiles it."""
     with pytest.raises(TraceError) as caught:
         zbfx.compile(
             nn.Sequential(nn.Linear(16, 10)),
@@ -91,7 +92,8 @@ def test_layers_of_torch_alone_are_named_where_they_are_compiled() -> None:
             example_targets=T,
             loss_fn=nn.functional.cross_entropy,
         )
-    assert f" at {__file__}:" in str(caught.value)
+    assert f" at {nn.modules.linear.__file__}:" in str(caught.value)
+    assert __file__ not in str(caught.value)
     assert " in 0, and takes one dtype" in str(caught.value)
 
 
@@ -132,3 +134,15 @@ def test_recurrent_layers_train(kind: Any, bidirectional: bool) -> None:
         torch.testing.assert_close(parameter.grad, wanted.grad, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(step.evaluate(x, targets), expected.detach(), rtol=1e-6, atol=0)
     assert torch.backends.mkldnn.enabled
+
+
+def test_a_later_batch_that_does_not_fit_is_none_of_the_examples() -> None:
+    """Only the model's forward knows that rows of this width do not fit; the example did."""
+    problem = mlp(2)
+    step = compiled(problem, 1, 2, check=False).run_local(on_new_shape="recompile")
+    with pytest.raises(TraceError) as caught:
+        step(numbers(4, 7), *problem.targets)
+    message = str(caught.value)
+    assert message.startswith("the arguments of this batch do not fit the model, which fails on them without zbfx too")
+    assert "example" not in message
+    assert "Give a batch that the model's forward and its loss take" in message

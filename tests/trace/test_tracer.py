@@ -447,3 +447,16 @@ def test_masks_of_the_layers_of_torch(causal: bool, kept: bool) -> None:
             plain = [float(squares(problem.model.eval()(rows))) for rows in problem.inputs[0].chunk(2)]
         problem.model.train()
         assert float(pipe.run_local().evaluate(*problem.inputs)) == pytest.approx(sum(plain) / 2, rel=1e-12)
+
+
+def test_lines_of_a_model_of_torchs_layers_alone_are_theirs() -> None:
+    """Not that of who calls `compile`."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 2))
+    pipe = compiled(Problem(model, squares, (torch.ones(1, 2),)), 1, 1, check=False)
+    lines = {node.meta.get("stack_trace") for node in pipe.compiled.joint.graph.nodes if node.op == "call_function"}
+    places = {line.rpartition("/")[2] for line in lines if line and "/nn/modules/" in line}
+    assert {place.partition(":")[0] for place in places} == {"linear.py", "activation.py"}
+    assert {place.partition(" in ")[2] for place in places} == {"0.0", "0.1", "1"}
+    others = [line for line in lines if line and "/nn/modules/" not in line]
+    assert all("models.py" in line for line in others), "the line of the loss"
+    assert others

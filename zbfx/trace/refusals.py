@@ -27,17 +27,19 @@ WHOLE_SHAPES = (
     "Compute with all entries and weigh them by a mask (x * mask, torch.where(mask, x, 0)), give sizes as numbers "
     "(output_size=), or find the indices outside of the model and pass them as inputs"
 )
-FIT = (
-    "Give example_inputs and example_kwargs as the model's forward takes them, and example_targets as loss_fn does "
-    "after outputs"
-)
+OF_EXAMPLE, OF_BATCH = "the example", "this batch"  # what a trace is made for
+FIT = {
+    OF_EXAMPLE: "Give example_inputs and example_kwargs as the model's forward takes them, and example_targets as "
+    "loss_fn does after outputs",
+    OF_BATCH: "Give a batch that the model's forward and its loss take, microbatch by microbatch",
+}
 
 # Operators whose kernels refuse a mix of dtypes, while those for fake tensors let it pass.
 PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.mv, aten.addmv, aten.dot, aten.convolution)
 ONE_DTYPE = {product.default for product in PRODUCTS}
 
 
-def refuse(error: Exception, model: nn.Module, part: str, fails_alone: Callable[[], bool]) -> None:
+def refuse(error: Exception, model: nn.Module, part: str, fails_alone: Callable[[], bool], given: str) -> None:
     """Raise the `TraceError` for an error in tracing. `part` is what was at work: "the model", "loss_fn", or "the
     backward". `fails_alone` says whether the plain model fails on the example too."""
     if isinstance(error, untraceable.DATA_DEPENDENT_ERRORS):
@@ -83,8 +85,8 @@ def refuse(error: Exception, model: nn.Module, part: str, fails_alone: Callable[
     if not untraceable.is_limit_of_fakes(error) and fails_alone():
         change = ", or change that line" if has_line else ""
         raise TraceError(
-            f"the arguments of the example do not fit {part}, which fails on them without zbfx too: {text}, {at}. "
-            f"{FIT}{change}"
+            f"the arguments of {given} do not fit {part}, which fails on them without zbfx too: {text}, {at}. "
+            f"{FIT[given]}{change}"
         ) from error
     raise TraceError(
         f"the model cannot be traced: {text}, {at}. Change that line, or "

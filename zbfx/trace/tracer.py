@@ -31,7 +31,7 @@ from zbfx.trace.fake_copies import fake_copies
 from zbfx.trace.first_forward import take_made
 from zbfx.trace.objective import Objective
 from zbfx.trace.reached import Reached
-from zbfx.trace.refusals import refuse, refuse_flex_attention, refuse_mixed_dtypes, refuse_subclass
+from zbfx.trace.refusals import OF_EXAMPLE, refuse, refuse_flex_attention, refuse_mixed_dtypes, refuse_subclass
 from zbfx.trace.signature import Signature
 from zbfx.trace.stamped import Body, FirstLook, LayersAlike, NotAlike, Stand, body_of
 from zbfx.trace.symbols import Sizes
@@ -76,14 +76,16 @@ def trace(
     sizes: Sizes | None = None,
     undo: Callable[[nn.Module, Any], None] = lambda *_: None,
     share_layers: bool = False,
+    given: str = OF_EXAMPLE,
 ) -> tuple[Joint, Signature]:
     """The joint graph of one microbatch on `device`, as far as it is `wanted`, and the structure of the call.
 
     Parameters and inputs may live on the meta device. `batch_dims` are those of `Signature.of`, `grad_dtype` that of
     `sum_dtypes`. `sizes` says which sizes of the microbatch are symbols. Sizes that the model computes from them are
     arguments of the graph's nodes. `undo` takes out of a copy of model and loss what forwards outside of steps have
-    made since an earlier trace. `share_layers`: trace layers that run the same once. Raises `TraceError`, with the
-    user's line, where the model needs values of tensors to decide what to run, or has no loss to differentiate."""
+    made since an earlier trace. `share_layers`: trace layers that run the same once. `given`: what the arguments are
+    of, for messages. Raises `TraceError`, with the user's line, where the model needs values of tensors to decide
+    what to run, or has no loss to differentiate."""
     signature = Signature.of(example_inputs, example_kwargs, example_targets, batch_dims)
     for spec, example in zip(
         signature.tensors, signature.flatten((*example_inputs, *example_targets), example_kwargs), strict=True
@@ -137,7 +139,7 @@ def trace(
             if objective.first.made() and not objective.starts_afresh:
                 raise KeptTensors from error
             with untraceable.without_fake_logs():
-                refuse(error, objective.model, objective.part, fails_alone)
+                refuse(error, objective.model, objective.part, fails_alone, given)
             raise
 
     def stamped(found: LayersAlike) -> tuple[Objective, fx.GraphModule]:

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,6 +20,7 @@ from zbfx.errors import TraceError
 from zbfx.trace.backward_code import Hook
 from zbfx.trace.refusals import LIBRARY_FOLDERS, OWN_FOLDER
 
+LAYERS = str(Path(nn.modules.__file__).parent)
 READS_NODE = inspect.getattr_static(Tensor, "grad_fn").__get__  # as modes see that a tensor's node is asked for
 
 
@@ -29,10 +31,30 @@ class UserLines(TorchFunctionMode):
         """`watched` gives what to register in place of a hook on the gradient of a tensor."""
         super().__init__()
         self.modules, self.watched = [""], watched
+        self.doors: list[FrameType] = []  # what runs the model: calls before it are none of the model's
         self.looks_at_autograd = False  # whether the model asks for nodes of autograd, which it may put hooks on
         for name, module in model.named_modules():
             module.register_forward_pre_hook(lambda _module, _args, name=name: self.modules.append(name))
             module.register_forward_hook(self.leave, always_call=True)
+
+    def __enter__(self) -> UserLines:
+        self.doors.append(sys._getframe(1))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.doors.pop()
+        super().__exit__(*error)
+
+    def frame_of(self, frame: FrameType | None) -> FrameType | None:
+        """The innermost frame of a user's code in the model, from a call on; else that of a layer of torch."""
+        layer = None
+        while frame is not None and frame.f_code.co_filename.startswith(LIBRARY_FOLDERS):
+            if self.doors and frame is self.doors[-1]:
+                return layer
+            if layer is None and is_of_layer(frame):
+                layer = frame
+            frame = frame.f_back
+        return frame
 
     def leave(self, *_: Any) -> None:
         self.modules.pop()
@@ -49,8 +71,7 @@ class UserLines(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame: FrameType | None = sys._getframe(1)
         is_ours = frame is not None and frame.f_code.co_filename.startswith(OWN_FOLDER)
-        while frame is not None and frame.f_code.co_filename.startswith(LIBRARY_FOLDERS):
-            frame = frame.f_back
+        frame = self.frame_of(frame)
         if frame is not None:
             line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             fx.traceback.set_stack_trace([f"{line} in {self.modules[-1]}" if self.modules[-1] else line])
@@ -79,6 +100,12 @@ class UserLines(TorchFunctionMode):
         fused = func is torch.lstm
         with without_mkldnn() if fused else contextlib.nullcontext():
             return func(*args, **(kwargs or {}))
+
+
+def is_of_layer(frame: FrameType) -> bool:
+    """Whether a frame is one of a layer of torch's own."""
+    file = frame.f_code.co_filename
+    return file.startswith(LAYERS) and file != nn.modules.module.__file__
 
 
 def writes(func: Any, args: Any) -> bool:
