@@ -114,7 +114,7 @@ class Guard:
         if is_whole:
             self.check_values(now)
         if (change := self.reached.change(now.reached, constants, outside=not is_whole)) is not None:
-            refuse_changed(*change)
+            refuse_other_value(*change)
         return now
 
     def undo(self, model: nn.Module, loss_fn: Any) -> None:
@@ -166,10 +166,10 @@ class Guard:
         for name, before in self.values.items():
             after = now.values.get(name, MISSING)
             if after is not before and (type(after) is not type(before) or after != before):
-                refuse_changed(name, before, after)
+                refuse_other_value(name, before, after)
 
 
-def refuse_changed(name: str, before: object, after: object) -> None:
+def refuse_other_value(name: str, before: object, after: object) -> None:
     """Raise for a value that the graph holds, and that the model's code would read another one of."""
     was, found = in_message(before), in_message(after)
     found = found if found != was else f"another one ({found})"
