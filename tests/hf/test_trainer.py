@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,3 +204,16 @@ def test_what_else_it_cannot_follow_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(zbfx.ZbfxError, match="rows of one shape; found others for input_ids, labels"):
         run.counted(uneven)
     assert len(Rows(3, 0)) == 3
+
+
+@pytest.mark.parametrize("aside", [0.0, 1e-6])
+def test_the_smallest_part_of_a_loss_that_does_not_divide_by_the_items_is_seen(aside: float) -> None:
+    """Such as an auxiliary loss, which each microbatch would add whole."""
+
+    def evaluate(*, num_items_in_batch: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return labels.sum() / num_items_in_batch + aside
+
+    step = SimpleNamespace(evaluate=evaluate)
+    trainer: Any = SimpleNamespace(is_additive=None, rows=2, bound=lambda: step)
+    batch = {"num_items_in_batch": torch.tensor(6), "labels": torch.full((2, 3), 10.0)}
+    assert PipelineTrainer.adds_up(trainer, batch) == (aside == 0.0)
