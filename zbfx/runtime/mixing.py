@@ -22,6 +22,7 @@ from zbfx.errors import InputError, ZbfxError
 from zbfx.graphs import Phase
 from zbfx.memory.lifetimes import Lifetimes, lifetimes
 from zbfx.memory.predict import rank_memory
+from zbfx.modes import uncollected
 from zbfx.program.boxed import Boxed
 from zbfx.runtime.engine import Batch, Engine
 from zbfx.runtime.ranks import Ranks
@@ -248,6 +249,7 @@ class Mixing:
         excess = {} if most is None else {rank: held - most[rank] for rank, held in engine.held_bytes.items()}
         return engine, Proposal(len(rows), shapes_hash(rows), engine.pipe.order_hash, excess)
 
+    @uncollected()
     def built(
         self, served: Sequence[Served], request: Request, limits: tuple[float, ...] | None, one_by_one: bool
     ) -> Engine:
