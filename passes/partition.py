@@ -24,7 +24,7 @@ from torch import fx
 from zbfx._torch.operators import aten
 from zbfx.errors import ZbfxError, listed
 from zbfx.graphs import Joint, Line, Placed, Port, Role, copy_graph
-from zbfx.passes.nodes import drop_dead_nodes, storage_owner, value_bytes
+from zbfx.passes.nodes import drop_dead_nodes, is_random, storage_owner, value_bytes
 from zbfx.passes.positions import IS_PLACED, line_up
 
 STAGE_SLACK = 1.005  # times the least possible time of the heaviest stage
@@ -99,7 +99,9 @@ def place_like(
     Each node goes to the earliest stage that owns all that the node reads, and is no earlier than the stage of the node
     before it; the loss goes to `loss_stage` or later. A buffer that the graph only reads may be read in a later stage
     than its owners: an owner then makes a copy of it to pass on. In evaluation, models only read what training writes.
-    Raises `ZbfxError` if no such stage is left for a node."""
+    What the model computes ahead of its layers, of inputs and buffers alone, is computed where it is first read. Raises
+    `ZbfxError` if no such stage is left for a node."""
+    joint = lowered(joint)
     line = line_up(joint)
     ports = joint.input_ports()
     losses = joint.outputs_of(Role.LOSS)
@@ -120,6 +122,28 @@ def place_like(
             stage = min(later)
         stages.append(stage)
     return cut_at(joint, line, [bisect_left(stages, index) for index in range(1, stage_count)])
+
+
+def lowered(joint: Joint) -> Joint:
+    """A copy of the joint graph in which what is made of inputs, constants, and buffers that the graph only reads comes
+    right before the first node that reads it."""
+    written = {port.name for port in joint.outputs if port.role is Role.BUFFER_UPDATE}
+    results = set(joint.output_values)
+    free = {
+        node
+        for node, port in joint.input_ports().items()
+        if port.role in (Role.INPUT, Role.CONSTANT) or (port.role is Role.BUFFER and port.name not in written)
+    }
+    movable = list[fx.Node]()
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and free.issuperset(node.all_input_nodes) and not is_random(node):
+            free.add(node)
+            movable += [node] if node.users and node not in results else []
+    graph = copy_graph(joint.graph)
+    copies = dict(zip(joint.graph.nodes, graph.nodes, strict=True))
+    for node in reversed(movable):
+        min(copies[node].users).prepend(copies[node])
+    return replace(joint, graph=graph)
 
 
 def passed_on(joint: Joint, name: str, before: fx.Node) -> Joint | None:

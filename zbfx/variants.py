@@ -292,12 +292,18 @@ def owners(stages: Sequence[Stage]) -> dict[str, frozenset[int]]:
 
 
 def forward_only(joint: Joint) -> Joint:
+    """The joint graph without its backward. What the user asks for may be detached after it, and belongs to the forward
+    all the same."""
     graph = copy_graph(joint.graph)
+    dropped = {Role.GRADIENT: True, Role.OUTPUT: False}
     ends = zip(joint.output_values, joint.outputs, strict=True)
-    kept = [k for k, (v, port) in enumerate(ends) if port.role is not Role.GRADIENT and not v.meta.get("is_backward")]
+    kept = [k for k, (v, port) in enumerate(ends) if not dropped.get(port.role, v.meta.get("is_backward"))]
     output = graph.output_node()
     output.args = (tuple(output.args[0][k] for k in kept),)  # type: ignore[index]
     graph.eliminate_dead_code()
+    for node in graph.nodes:
+        if node.meta.get("is_backward"):
+            node.meta = {**node.meta, "is_backward": False}
     return replace(joint, graph=graph, outputs=tuple(joint.outputs[k] for k in kept))
 
 

@@ -331,3 +331,28 @@ def test_a_keyword_that_means_two_things_is_refused() -> None:
     ).run_local()
     with pytest.raises(zbfx.ZbfxError, match=r"train is an argument of step\.forward, and a keyword argument of the"):
         step.forward(x, train=True)
+
+
+class AddsInPlace(nn.Module):
+    """Logits to which a bias is added where they are, beside their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.bias = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(CLASSES))
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.first(x))
+        logits += self.bias
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_an_output_that_was_written_where_it_is() -> None:
+    torch.manual_seed(0)
+    model, x, labels = AddsInPlace().double(), torch.randn(4, WIDTH, dtype=torch.float64), torch.tensor([0, 3, 1, 4])
+    batch = {"x": x, "labels": labels}
+    example = {name: value[:2] for name, value in batch.items()}
+    step = zbfx.compile(model, stages=2, microbatches=2, example_kwargs=example, check=False).run_local()
+    loss, logits = step.evaluate(**batch, outputs="logits")
+    expected = model(**batch)
+    close((loss, logits), (expected["loss"].detach(), expected["logits"].detach()))
