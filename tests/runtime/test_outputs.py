@@ -353,6 +353,6 @@ def test_an_output_that_was_written_where_it_is() -> None:
     batch = {"x": x, "labels": labels}
     example = {name: value[:2] for name, value in batch.items()}
     step = zbfx.compile(model, stages=2, microbatches=2, example_kwargs=example, check=False).run_local()
-    loss, logits = step.evaluate(**batch, outputs="logits")
-    expected = model(**batch)
+    loss, logits = step.evaluate(x=x, labels=labels, outputs="logits")
+    expected = model(x, labels)
     close((loss, logits), (expected["loss"].detach(), expected["logits"].detach()))
