@@ -166,11 +166,11 @@ def forked(work: Callable[[], None]) -> int:
     os._exit(1)
 
 
-def serve(pipe: Any) -> None:
+def serve(pipe: Any, seconds: float = LIMIT_S) -> None:
     """The process of the store, which is no rank, as under torchrun."""
     store = dist.TCPStore("127.0.0.1", 0, WORLD, is_master=True, wait_for_workers=False)
     pipe.send(store.port)
-    time.sleep(LIMIT_S)
+    time.sleep(seconds)
 
 
 def reaped(children: Sequence[int], limit_s: float) -> int:

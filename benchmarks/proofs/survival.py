@@ -51,9 +51,34 @@ Kills = Sequence[tuple[int, str | float, int]]
 PLACES = {"send": faults.SEND, "optimizer": faults.OPTIMIZER, "batch": faults.BATCH}
 
 
+class Centred(nn.Module):
+    """Subtracts a mean of the microbatches before, a buffer: losses depend on what each replica has seen."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = x - self.mean
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return found
+
+
 def pipeline(ranks: int, layers: int = 4) -> zbfx.Pipeline:
     torch.manual_seed(0)
-    blocks = [block for _ in range(layers) for block in (nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Tanh())]
+    blocks = [
+        block
+        for number in range(layers)
+        for block in (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Dropout(0.2),
+            nn.Tanh(),
+            Centred() if number % 2 else nn.BatchNorm1d(WIDTH),
+        )
+    ]
     rows = torch.randn(ROWS, WIDTH)
     return zbfx.compile(
         nn.Sequential(*blocks),
@@ -98,6 +123,7 @@ def trained(rank: int, replicas: int, ranks: int, steps: int, kills: Kills, surv
     found = {
         "losses": losses,
         "parameters": {name: parameter.detach().clone() for name, parameter in step.named_parameters()},
+        "buffers": {name: buffer.clone() for name, buffer in step.named_buffers()},
         "printed": [line for line in printed.getvalue().splitlines() if line.startswith("zbfx: ")],
         "seconds": max(seconds),
     }
@@ -176,9 +202,8 @@ def ends_of(replicas: int, kills: Kills, steps: Sequence[tuple[int, bool]]) -> K
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    parameters: dict[str, Tensor] = other["parameters"]
     return one["losses"] == other["losses"] and all(
-        torch.equal(one["parameters"][name], value) for name, value in parameters.items()
+        torch.equal(one[kind][name], value) for kind in ("parameters", "buffers") for name, value in other[kind].items()
     )
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.proofs.survival import WIDTH, batch, pipeline
 from tests.processes.worker import refusal
-from tests.support.models import Problem, mixed, mlp, token_loss
+from tests.support.models import Problem, mlp, token_loss
 from tests.support.reference import compiled
 from zbfx.comm import seats
 from zbfx.comm.seats import Crew, Wire
@@ -33,8 +33,6 @@ def refused(rank: int) -> dict[str, Any]:
     }
     single = compiled(mlp(3), 4, 3, check=False)
     found["one replica"] = refusal(partial(single.bind, survive=True))
-    written = compiled(mixed(3), 2, 3, check=False)
-    found["buffers"] = refusal(partial(written.bind, mesh, survive=True))
     step = pipe.bind(mesh, survive=True)
     optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
     found["validated"] = refusal(lambda: PostValidated(optimizer, step))
@@ -117,6 +115,21 @@ def after_a_death(rank: int) -> dict[str, Any]:
     return found
 
 
+def after_a_load(rank: int, folder: str, killed: int) -> dict[str, Any]:
+    """A process is killed in the first step after a checkpoint was loaded, which has the buffers of each replica."""
+    mesh, pipe = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")), pipeline(2)
+    step = pipe.bind(mesh, survive=True, timeout_s=30.0)
+    losses = [step(*batch(number, rank // 2)).item() for number in range(2)]
+    step.save(folder)
+    losses.append(step(*batch(2, rank // 2)).item())
+    step.load(folder)
+    with faults.injected(faults.Kill(), faults.action("F1.1"), rank=killed):
+        losses += [step(*batch(number, rank // 2)).item() for number in range(2, 5)]
+    found = {"losses": losses, "parameters": {}, "buffers": {name: b.clone() for name, b in step.named_buffers()}}
+    step.close()
+    return found
+
+
 def raises(rank: int) -> dict[str, Any]:
     """An error is none of a process's end: it ends the pipeline on all, as without survival."""
     mesh, pipe = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")), pipeline(2)
@@ -153,4 +166,4 @@ def by_tokens(rank: int, killed: int | None) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
     step.close()
-    return {"losses": losses, "parameters": {name: p.detach() for name, p in step.named_parameters()}}
+    return {"losses": losses, "parameters": {name: p.detach() for name, p in step.named_parameters()}, "buffers": {}}

@@ -157,6 +157,8 @@ def load_step(worker: Worker, folder: Any, missing_ok: Any, objects: Mapping[str
     worker.agreed("load (values)", lambda: read_values(path, stored, targets, loads), {})
     worker.count = stored.plain["count"]
     worker.options = replace(worker.options, seed=stored.plain["seed"])
+    if worker.survival is not None:
+        worker.guarded(worker.survival.loaded)
     return path
 
 

@@ -1,7 +1,7 @@
 """Training goes on when processes end (`bind(survive=True)`, `docs/faults.md`). In: a step's batch. Out: its loss, from
 the processes that are left: those of the same rank compute for the ones that are gone. The step that failed runs again
-from the gradients before it, with the same batch and random numbers, unless somebody has returned from it: then all who
-are left have computed all of it, for a step ends with a meeting of all."""
+from the gradients and buffers before it, with the same batch and random numbers, unless somebody has returned from it:
+then all who are left have computed all of it, for a step ends with a meeting of all."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from zbfx.errors import SAME_CALLS, InputError, PipelineFault, ZbfxError, listed
 from zbfx.graphs import Role
 from zbfx.modes import Modes
 from zbfx.runtime.agreement import take_gradient_dtypes
+from zbfx.runtime.buffer_copies import BufferCopies, buffers_written
 from zbfx.runtime.captured import Launched
 from zbfx.runtime.engine import Batch, BatchResults, Engine, rank_engine
 from zbfx.runtime.engines import Engines
@@ -125,11 +126,13 @@ class Survival:
         self.numbers = {process: number for process, (_, number) in zip(order, processes, strict=True)}
         self.crew = Crew(0, self.place, seats_of(self.place.replicas, order), (), channels)
         self.adopted: list[tuple[Seat, Engine]] = []
+        self.own, self.buffers = Seat(self.place.replica, self.place.rank), BufferCopies()
 
     def train(self, take: Callable[[], Batch]) -> BatchResults:
         """The results of one training step. Raises `PipelineFault` where no process can take over."""
         worker, results, batch = self.worker, None, None
         before = snapshot(worker.engine.parameters)
+        self.buffers.begin(worker.engine, self.own, len(self.place.replicas))
         while True:
             try:
                 batch = batch or self.admitted(take)
@@ -137,6 +140,7 @@ class Survival:
                     self.compare(batch[1])
                     results = self.computed(batch[1])
                 self.crew.meet()
+                self.buffers.end()
                 return results
             except InputError:
                 raise
@@ -145,13 +149,20 @@ class Survival:
                     self.end(error)
                 if self.is_over(error, is_finished=results is not None):
                     assert results is not None, "as this process told the others"
+                    self.buffers.end()
                     return results
                 results = None
+                self.buffers.give(worker.engine, self.own, is_over=False)
                 for name, parameter in worker.engine.parameters.items():
                     kept = before[name]
                     parameter.grad = None if kept is None else kept.clone()
             except BaseException as error:
                 self.end(error)
+
+    def loaded(self) -> None:
+        """Buffers have values of a checkpoint, those of each replica. Collective."""
+        self.buffers.take(self.worker.engine)
+        self.buffers.end()
 
     def end(self, error: BaseException) -> NoReturn:
         """No further step can run; the others hear why."""
@@ -189,6 +200,7 @@ class Survival:
             thread.start()
         try:
             results = worker.compute(worker.engine, rows)
+            self.buffers.take(worker.engine)
         except BaseException:
             self.crew.cut()
             raise
@@ -206,6 +218,7 @@ class Survival:
             with worker.modes.fixed():
                 adopted.weigh(rows)
                 worker.launch.run(adopted, rows, worker.seed_of_step(), worker.count, lambda: None)
+                self.buffers.take(adopted)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)
             errors.append(error)
@@ -265,7 +278,7 @@ class Survival:
                 is_over = self.decided(found, error)
                 left = [process for process, standing in found.items() if not standing.has_left]
                 if len(left) == len(found):
-                    self.connect(left)
+                    self.connect(left, is_over=is_over)
                 break
             except PipelineFault as fault:
                 self.end(fault)
@@ -331,24 +344,26 @@ class Survival:
             for process, (number, finished, _) in told.items()
         }
 
-    def connect(self, left: Collection[int]) -> None:
+    def connect(self, left: Collection[int], *, is_over: bool) -> None:
         """The connections of those that are left, and engines for the seats that this process holds."""
         worker, place = self.worker, self.place
         pipe, seats = worker.engine.pipe, seats_of(place.replicas, left)
         self.crew = Crew(self.generation, place, seats, pipe.message_pairs, self.channels)
-        own = Seat(place.replica, place.rank)
         assert isinstance(worker.ranks, OneOfMany), "bound"
         first = worker.ranks.first if isinstance(worker.ranks, Survivors) else worker.ranks
-        worker.ranks = worker.engines.ranks = Survivors(first, SeatChannels(self.crew, own), self.generation)
+        worker.ranks = worker.engines.ranks = Survivors(first, SeatChannels(self.crew, self.own), self.generation)
         worker.engines.replace_first(pipe)
-        self.adopted = [(seat, self.adopt(seat)) for seat in self.crew.own if seat != own]
+        self.adopted = [(seat, self.adopt(seat)) for seat in self.crew.own if seat != self.own]
+        for seat, engine in self.adopted:
+            self.buffers.give(engine, seat, is_over=is_over)
 
     def adopt(self, seat: Seat) -> Engine:
-        """An engine for another replica's seat of this process's rank, on the parameters of this process. Gradients
-        have memory of their own."""
+        """An engine for another replica's seat of this process's rank, on the parameters of this process. Gradients,
+        and buffers that forwards write, have memory of their own."""
         worker = self.worker
         pipe, tensors = worker.engine.pipe, worker.tensors
         own = {name: shadow(tensor) for name, tensor in tensors.named.items()}
+        own |= {name: torch.empty_like(tensor) for name, tensor in buffers_written(worker.engine).items()}
         engine = rank_engine(replace(pipe), Tensors(own, tensors.constants), SeatChannels(self.crew, seat))
         take_gradient_dtypes(pipe, engine)
         return engine
@@ -369,7 +384,6 @@ def inputs_of(pipe: Compiled, rank: int) -> set[str]:
 
 def refuse_survival(pipe: Compiled, place: Place, options: BindOptions) -> None:
     """Raises `ZbfxError` for what does not go on without a process that has ended."""
-    written = sorted({name for stage in pipe.stages for phase in stage.phases.values() for name in phase.updates})
     wrong = {
         "one replica": len(place.replicas) == 1,
         "shards of a model, or pipelines that train apart": len(place.families) > 1,
@@ -379,7 +393,6 @@ def refuse_survival(pipe: Compiled, place: Place, options: BindOptions) -> None:
         f"on_nonfinite={options.on_nonfinite!r}": options.checks,
         f"on_new_shape={options.on_new_shape!r}": not options.refuses_shapes,
         f"check_batches={options.check_batches}": bool(options.check_batches),
-        f"buffers that forwards write, of which each replica has its own ({listed(written, 3)})": bool(written),
     }
     found = [text for text, is_so in wrong.items() if is_so]
     if found:
