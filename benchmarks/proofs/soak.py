@@ -49,6 +49,7 @@ MAX_NORM = 2.0
 WARM = 100  # steps of a launch until memory is looked at: by then all shapes have come, in training and evaluations
 LAUNCH = (100, 600)  # steps of a launch
 LIMIT_S, TIMEOUT_S = 3600.0, 60.0
+HEARD = ("PipelineFault", "InjectedError")  # the rank that fails as it takes its batch has its own error
 MOST_DIFFERENCE, MOST_GROWN = 1e-12, 8 << 20
 
 
@@ -265,7 +266,7 @@ class Found:
             wrong += [end for end in ends if end]
         else:
             due = launch.ranks - (launch.fault[0] == "kill")
-            if len(ends) != due or not all(end.startswith("PipelineFault") for end in ends):
+            if len(ends) != due or not all(end.startswith(HEARD) for end in ends):
                 wrong.append(f"expected {due} ranks that hear of a fault; found {ends}")
         most = max(differences, default=0.0)
         if most > MOST_DIFFERENCE:

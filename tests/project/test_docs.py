@@ -30,9 +30,10 @@ from zbfx.schedule.orders.registry import GENERATORS, SHAPES
 ELSEWHERE = {
     "torchrun --nproc-per-node=4 -m zbfx profile model.py:pipeline": "tests/cli/test_report.py, over two processes",
     "python benchmarks/compiling/compile_time.py --configs 1.5B --schedules zb-h1": "tests/benchmarks",
+    "python launch.py": "tests/project/test_faults_page.py",
     "python -m zbfx playground": "tests/cli/test_playground.py",
 }
-WITH_OWN_TESTS = {"docs/disk.md", "docs/frameworks.md"}
+WITH_OWN_TESTS = {"docs/disk.md", "docs/faults.md", "docs/frameworks.md"}
 LAUNCHED = ["README.md", "docs/replicas.md"]
 LANGUAGES = {"python", "sh", "text", "json"}  # of which the first two run
 TRANSFORMERS = [page for page in PAGES if "from transformers" in text_of(page) and page not in WITH_OWN_TESTS]
