@@ -24,6 +24,8 @@ from zbfx.runtime.mixing import most_by_rank
 from zbfx.runtime.step import Step
 from zbfx.trace.wanted import TRAINING, Request
 
+pytestmark = pytest.mark.usefixtures("known_traces")
+
 WIDTH, LENGTH, STAGES, M = 4, 5, 3, 3
 Rows = list[tuple[tuple[Tensor, Tensor], dict[str, Any]]]
 
