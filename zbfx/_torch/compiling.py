@@ -2,6 +2,8 @@
 
 compile_fx, GmWrapper               2.11.0, 2.13.0   a graph compiled to a function that empties its argument, a list
 use_static_cuda_launcher            2.11.0, 2.13.0   which launcher compiled kernels have
+TracingContext, FakeTensorMode,
+ShapeEnv                            2.11.0, 2.13.0   where inductor looks for what it has compiled before
 _LazyGraphModule                    2.11.0, 2.13.0   a graph module whose code is made when it is asked for
 """
 
@@ -12,8 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -35,7 +40,11 @@ def inductor(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[[list[
         from torch._inductor.compile_fx import compile_fx
 
     with _disable_current_modes(), config.patch(use_static_cuda_launcher=False):
-        compiled = compile_fx(GmWrapper(module, lambda args: args), list(examples))
+        # Inductor keeps what it compiles, for the next process, where a mode says that shapes are numbers.
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        fakes = [mode.from_tensor(e, static_shapes=True) if isinstance(e, Tensor) else e for e in examples]
+        with tracing(TracingContext(mode)):
+            compiled = compile_fx(GmWrapper(module, lambda args: args), fakes)
     return cast(Callable[[list[Any]], Any], compiled)
 
 
