@@ -20,13 +20,13 @@ from zbfx.comm import process_groups
 from zbfx.comm.copies import OTHER_STREAMS, CopyLine, Lines, Pair, drained, open_lines, room
 from zbfx.comm.faults import Uncaught, known_fault, process_here
 from zbfx.comm.history import History
-from zbfx.comm.overdue import Overdue, Progress, bound_exit, end_process, ends_within, say
+from zbfx.comm.overdue import LAST_WORDS_S, Overdue, Progress, bound_exit, end_process, ends_within, say
 from zbfx.comm.place import Place, Replicas
 from zbfx.comm.process_groups import NCCL_BLOCKS, NCCL_REDUCTION_BLOCKS, Bounded, Library, Transfer, library_for
 from zbfx.comm.together import waiting
 from zbfx.errors import SAME_CALLS, PipelineFault, ZbfxError, listed
 
-CLOSE_S = 8.5  # how long letting go may take after a failure; the watches of others have spoken by then (`overdue`)
+CLOSE_S = LAST_WORDS_S + 2  # how long letting go may take after a failure: the watches of `overdue` speak before
 GIVEN_UP = 0x7FFFFFFF  # the tag of receives that are given up, to close a group's connections
 
 

@@ -25,6 +25,18 @@ def clips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def has_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether momentum is there for all parameters with a gradient. A step that the device leaves out makes none for
+    them: torch takes memory for it, and leaves that unwritten."""
+    return all(
+        optimizer.state.get(p, {}).get("momentum_buffer") is not None
+        for group in optimizer.param_groups
+        if group.get("momentum")
+        for p in group["params"]
+        if p.grad is not None
+    )
+
+
 class Ruling:
     """What the device finds from a whole state, and does: the norm of all gradients, the factor that clips them, and
     whether the step is left out. The process reads it while the device goes on."""

@@ -17,7 +17,7 @@ from zbfx.optim import arguments
 from zbfx.optim.consecutive import OptimizerPlan, estimated, planned
 from zbfx.optim.final import FinalReaders, OnFinal
 from zbfx.optim.inverse import Arithmetic, Rollback, checked_rollback, obstacle_of
-from zbfx.optim.on_device import Ruling, clips_on_device
+from zbfx.optim.on_device import Ruling, clips_on_device, has_momentum
 from zbfx.optim.pending import PendingStep, hyperparameters, read, taken
 from zbfx.optim.state import Act, Counts, Layout, Rules, Share, Trained, Verdict, gradient_norms
 from zbfx.optim.undo import Undo
@@ -52,8 +52,8 @@ class PostValidated(torch.optim.Optimizer):
                  while memory allows it
     sync         True: wait for all ranks in `step()` instead, as a barrier does. False: never. None: in a step after
                  one that was clipped or skipped, for it will most likely be wrong, too, and its way back takes longer.
-                 A fused SGD, Adam or AdamW waits on the device alone: this process goes on to the next step, and reads
-                 there what became of the last one
+                 A fused SGD, Adam or AdamW waits on the device alone: this process goes on, and learns what became of
+                 the step in the next one, or when `verdict` is asked for; where a skipped step went wrong, in the next
 
     `verdict` is that of the last settled step, `counts` adds them up, `print(opt.plan())` says what a step takes with a
     barrier and without, and what the way back costs. Raises `ZbfxError` for arguments of other kinds, optimizers that
@@ -85,8 +85,8 @@ class PostValidated(torch.optim.Optimizer):
         self.pending: PendingStep | None = None
         self.unread: tuple[PendingStep, Ruling] | None = None  # final on the device
         self.unexplained: PendingStep | None = None  # skipped, and nobody has said why
-        self.verdict: Verdict | None = None
-        self.counts = Counts()
+        self.last_verdict: Verdict | None = None
+        self.known_counts = Counts()
         device = worker.engine.pipe.device
         in_turn = device.type != "cuda" or worker.ranks.share_tensors  # one stream for all
         self.stream = None if in_turn else torch.cuda.Stream(device)
@@ -141,6 +141,18 @@ class PostValidated(torch.optim.Optimizer):
         return f"PostValidated({self.optimizer!r})"
 
     @property
+    def verdict(self) -> Verdict | None:
+        """Of the last settled step. Where the device decides, this waits for it."""
+        self.read_ruling()
+        return self.last_verdict
+
+    @property
+    def counts(self) -> Counts:
+        """What became of all settled steps."""
+        self.read_ruling()
+        return self.known_counts
+
+    @property
     def programs(self) -> dict[int, str]:
         """By rank, what `step()` does, as Python."""
         return {runner.rank: runner.program.code for runner in self.runners}
@@ -184,7 +196,8 @@ class PostValidated(torch.optim.Optimizer):
         self.pending = PendingStep(self, gradients, hyperparameters(self.optimizer), seen)
         self.waits = self.sync or (self.sync is None and self.verdict is not None and not self.verdict.is_clean)
         is_alone = len(self.layout.chain) == 1
-        if (self.waits or is_alone) and self.is_fused and self.grad_scaler is None:
+        on_device = self.is_fused and has_momentum(self.optimizer) and self.grad_scaler is None
+        if (self.waits or is_alone) and on_device:
             self.target.guarded(self.step_on_device)
             return
         if self.waits:
@@ -215,6 +228,7 @@ class PostValidated(torch.optim.Optimizer):
         ruling = Ruling(self.rules, self.layout, self.summed_state())
         for share in self.shares:
             self.pending.take(share.names, ruling.factor, ruling.skipped)
+        self.pending.gradients = {}  # the next step's may need their memory
         self.unread, self.pending = (self.pending, ruling), None
 
     def read_ruling(self) -> None:
@@ -320,16 +334,14 @@ class PostValidated(torch.optim.Optimizer):
     @torch.no_grad()
     def settle(self) -> None:
         """Learn the verdict on the last step and correct it, if that has not happened yet; every rank calls it."""
-        if self.pending is not None or self.unread is not None:
+        self.read_ruling()
+        if self.pending is not None:
             with self.target.alone():
                 self.target.begin("optimizer.settle")
                 self.learn()
 
     def learn(self) -> None:
         """Settle within another call."""
-        if self.pending is None:
-            self.explain()
-            return
         engine = self.target.engine
         for runner in engine.runners:
             runner.follow(self.pending, runner.watched)
@@ -348,17 +360,17 @@ class PostValidated(torch.optim.Optimizer):
         self.read_ruling()
         skipped, self.unexplained = self.unexplained, None
         if skipped is not None:
-            self.verdict = self.target.guarded(skipped.explained)
+            self.last_verdict = self.target.guarded(skipped.explained)
 
     def settled(self, verdict: Verdict, rolled_back: bool) -> None:
         """Take a verdict into account, once the parameters are corrected."""
         self.unexplained = self.pending if verdict.skipped else None
-        self.verdict, self.pending = verdict, None
-        self.counts.steps += 1
-        self.counts.clipped += not verdict.skipped and verdict.factor != 1.0
-        self.counts.skipped += verdict.skipped
-        self.counts.rolled_back += rolled_back
-        self.counts.repeated += not self.waits and verdict.refutes_any
+        self.last_verdict, self.pending = verdict, None
+        self.known_counts.steps += 1
+        self.known_counts.clipped += not verdict.skipped and verdict.factor != 1.0
+        self.known_counts.skipped += verdict.skipped
+        self.known_counts.rolled_back += rolled_back
+        self.known_counts.repeated += not self.waits and verdict.refutes_any
         if self.grad_scaler is not None:
             arguments.update_scale(self.grad_scaler, overflow=verdict.skipped)
             for engine in self.target.engines:
@@ -396,8 +408,8 @@ class PostValidated(torch.optim.Optimizer):
         return {"counts": asdict(self.counts), "verdict": verdict, "grad_scaler": scaler}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        self.counts = Counts(**state["counts"])
-        self.verdict = None if state["verdict"] is None else Verdict.of(state["verdict"])
+        self.known_counts = Counts(**state["counts"])
+        self.last_verdict = None if state["verdict"] is None else Verdict.of(state["verdict"])
         if (self.grad_scaler is None) != (state["grad_scaler"] is None):
             raise ZbfxError(
                 f"found a grad_scaler {'here' if state['grad_scaler'] is None else 'in the checkpoint'} alone: make "
