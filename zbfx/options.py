@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -124,7 +125,9 @@ class Options:
     def multiple(self) -> float | None:
         """What `mem_limit` allows, in the activations of 1F1B, where it is such a multiple."""
         text = self.mem_limit.strip().lower() if isinstance(self.mem_limit, str) else ""
-        return float(text[:-1]) if text.endswith("x") else None
+        with suppress(ValueError):
+            return float(text[:-1]) if text.endswith("x") else None
+        return None
 
     @property
     def levels(self) -> tuple[Level, ...]:

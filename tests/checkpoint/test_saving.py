@@ -18,6 +18,7 @@ import zbfx
 from tests.checkpoint.kills import kill_often
 from tests.checkpoint.models import different, on_meta, plain, plain_pipe, tensors
 from zbfx.checkpoint.distributed import read_into, table_of
+from zbfx.checkpoint.optimizers import optimizer_state
 from zbfx.checkpoint.parts import PartSaver, Piece, boxes_of
 from zbfx.errors import ZbfxError
 from zbfx.runtime.step import Step
@@ -313,6 +314,14 @@ def test_optimizer_that_runs_with_the_step_is_not_left_out(tmp_path: Path) -> No
     for call in (step.save, step.load):
         assert "is not among what is saved or loaded" in refusal(call, tmp_path)
     assert optimizer.counts.steps == 0
+
+
+def test_the_empty_parameter_of_a_rank_without_any_is_not_saved() -> None:
+    empty, other = nn.Parameter(torch.empty(0)), nn.Parameter(torch.ones(1))
+    state = optimizer_state("adam", torch.optim.Adam([empty]), [], frozenset())
+    assert (state.tensors, state.plain["members"]) == ({}, {})
+    with pytest.raises(ZbfxError, match="adam has 1 parameters that are not of this step"):
+        optimizer_state("adam", torch.optim.Adam([empty, other]), [], frozenset())
 
 
 @pytest.mark.parametrize(

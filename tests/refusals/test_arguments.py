@@ -189,6 +189,7 @@ FORMS = (
         ([10**9, "2x"], f"{FORMS}; found '2x'"),
         ("2 bytes", f"{FORMS}; found '2 bytes'"),
         ("1e30GiB", f"{FORMS}; found '1e30GiB'"),
+        ("1xx", f"{FORMS}; found '1xx'"),
         (["1GiB"], "one memory limit per rank: expected 2, found 1"),
     ],
 )

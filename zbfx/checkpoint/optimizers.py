@@ -36,15 +36,16 @@ class Optimized:
 def named_parameters(
     label: str, optimizer: torch.optim.Optimizer, optimized: Sequence[Optimized]
 ) -> list[list[Optimized]]:
-    """The parameters of each group. Raises `ZbfxError` for one that is not the step's."""
+    """The parameters of each group; the empty one of a rank without parameters is none. Raises `ZbfxError` for one that is
+    not the step's."""
     known = {id(entry.parameter): entry for entry in optimized}
-    strange = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    strange = sum(id(p) not in known and p.numel() > 0 for group in optimizer.param_groups for p in group["params"])
     if strange:
         raise ZbfxError(
             f"{label} has {strange} parameters that are not of this step, and have no name: make it from "
             f"step.parameters() of the step that saves and loads it"
         )
-    return [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    return [[known[id(p)] for p in group["params"] if id(p) in known] for group in optimizer.param_groups]
 
 
 def optimizer_state(
