@@ -36,8 +36,8 @@ class Optimized:
 def named_parameters(
     label: str, optimizer: torch.optim.Optimizer, optimized: Sequence[Optimized]
 ) -> list[list[Optimized]]:
-    """The parameters of each group; the empty one of a rank without parameters is none. Raises `ZbfxError` for one that is
-    not the step's."""
+    """The parameters of each group; the empty one of a rank without parameters is none. Raises `ZbfxError` for one that
+    is not the step's."""
     known = {id(entry.parameter): entry for entry in optimized}
     strange = sum(id(p) not in known and p.numel() > 0 for group in optimizer.param_groups for p in group["params"])
     if strange:
