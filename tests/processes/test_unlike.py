@@ -27,8 +27,13 @@ def test_what_one_rank_refuses_all_refuse(launch: Launch) -> None:
 
 
 def test_padded_microbatches_of_replicas(launch: Launch) -> None:
-    for results in launch(REPLICAS * RANKS, unlike_worker.bucketed).values():
+    for rank, results in launch(REPLICAS * RANKS, unlike_worker.bucketed).items():
         assert len(results["errors"]) > 1
         assert max(results["errors"].values()) < 1e-12, results["errors"]
-        assert results["refused"]["type"] == "InputError"
-        assert "padding changes the loss" in results["refused"]["text"]
+        assert results["other"]["type"] == "InputError"
+        assert "run_split takes a list of" in results["other"]["text"]
+        assert ("refused its batch" in results["other"]["text"]) == (rank != 2)
+        for refused in results["refused"]:
+            assert refused["type"] == "InputError"
+            assert "padding changes the loss" in refused["text"]
+        assert results["count"] == 1

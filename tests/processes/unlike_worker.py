@@ -4,6 +4,7 @@ tests/support/pool.py."""
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,6 +117,11 @@ def bucketed(rank: int) -> dict[str, Any]:
     step.close()
     counts = Buckets({"inputs[0]": (1, 0), "targets[0]": (1, 0)}, rounded=test_buckets.sixes)
     step = test_buckets.pipeline(test_buckets.model_of()).bind(mesh, on_new_shape="symbolic", buckets=counts)
-    refused = refusal(lambda: step.run_split(batches[replica]))
+    step.run_split(test_buckets.rows_of(((6, 12), (6,))[replica]))  # nothing grows
+    no_pair: Any = [3]
+    other = refusal(lambda: step.run_split(no_pair if rank == 2 else batches[replica]))
+    grows = test_buckets.rows_of(((6, 12), (5,))[replica])  # in the second replica alone
+    refused = [refusal(partial(call, grows)) for call in (step.evaluate_split, step.run_split, step.run_split)]
+    count = step.count
     step.close()
-    return {"errors": errors, "refused": refused}
+    return {"errors": errors, "other": other, "refused": refused, "count": count}

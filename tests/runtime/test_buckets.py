@@ -102,8 +102,45 @@ def test_padding_that_changes_the_loss_is_refused_before_the_first_step(causal: 
     step = step_of(model, buckets)
     with pytest.raises(InputError, match="padding changes the loss"):
         step.run_split(rows_of((5, 7)))
+    with pytest.raises(InputError, match="padding changes the loss"):
+        step.run_split(rows_of((5, 7)))
     assert step.count == 0
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_padding_is_compared_on_the_first_call_that_pads_evaluations_too() -> None:
+    counts = Buckets({"inputs[0]": (1, 0), "targets[0]": (1, 0)}, rounded=sixes)
+    step = step_of(model_of(), counts)
+    step.run_split(rows_of((6, 12)))
+    step.evaluate_split(rows_of((6,)))
+    for call in (step.evaluate_split, step.run_split):
+        with pytest.raises(InputError, match="padding changes the loss"):
+            call(rows_of((6, 7)))
+    assert step.count == 1
+
+
+def test_a_loss_that_is_not_finite_says_nothing_of_padding() -> None:
+    counts = Buckets({"inputs[0]": (1, 0), "targets[0]": (1, 0)}, rounded=sixes)
+    model = model_of()
+    step = step_of(model, counts)
+    weight = model[-1].weight  # type: ignore[index]
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(float("nan"))
+    assert step.evaluate_split(rows_of((5,))).isnan()
+    with torch.no_grad():
+        weight.copy_(before)
+    with pytest.raises(InputError, match="padding changes the loss"):
+        step.evaluate_split(rows_of((5,)))
+
+
+def test_padding_is_compared_once() -> None:
+    step = step_of(model_of(), Buckets({"inputs[0]": (1, 0), "targets[0]": (1, IGNORED)}, rounded=sixes))
+    step.run_split(rows_of((5, 7)))
+    evaluating = [pipe for pipe in step.pipelines if not pipe.trains]
+    step.run_split(rows_of((3, 2)))
+    assert [pipe for pipe in step.pipelines if not pipe.trains] == evaluating
+    assert len(evaluating) == 2
 
 
 def test_nothing_is_padded_by_default_without_compiled_code() -> None:
@@ -136,6 +173,23 @@ def test_what_is_refused() -> None:
     for pad, options, found in cases:
         with pytest.raises(ZbfxError, match=found):
             step_of(model_of(), Buckets(pad), **options)
+    others: Any = (
+        (3, {}, "is a dict from a tensor's name .*; found int 3"),
+        ({"inputs[0]": 1}, {}, r"is a dict .*; found 1 for inputs\[0\]"),
+        ({"inputs[0]": (1,)}, {}, r"found \(1,\) for"),
+        ({"inputs[0]": ((1, 0), (1, 1))}, {}, r"found \(\(1, 0\), \(1, 1\)\) for"),
+        ({"inputs[0]": [(1, 0), [1]]}, {}, r"found \[\(1, 0\), \[1\]\] for"),
+        ({"inputs[0]": []}, {}, r"found \[\] for"),
+        ({"inputs[0]": (1, "x")}, {}, "a number that torch.int64 holds; found 'x'"),
+        ({"inputs[0]": (1, 0.5)}, {}, "a number that torch.int64 holds; found 0.5"),
+        ({"inputs[0]": (1, 2**63)}, {}, "a number that torch.int64 holds; found 9223372036854775808"),
+        ({"inputs[0]": (1, 0)}, {"base": 0}, r"Buckets\(base=...\) is .*>= 1; found 0"),
+        ({"inputs[0]": (1, 0)}, {"most": "x"}, r"Buckets\(most=...\) is .*; found 'x'"),
+        ({"inputs[0]": (1, 0)}, {"rounded": 6}, r"Buckets\(rounded=...\) is a function .*; found int 6"),
+    )
+    for pad, fields, found in others:
+        with pytest.raises(ZbfxError, match=found):
+            step_of(model_of(), Buckets(pad, **fields))
     with pytest.raises(ZbfxError, match=r"buckets is a zbfx.Buckets, or None; found int 3"):
         step_of(model_of(), 3)  # type: ignore[arg-type]
     step = step_of(model_of(), Buckets({"inputs[0]": (1, 0)}, rounded=lambda length: length - 1))

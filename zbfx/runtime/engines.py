@@ -111,18 +111,20 @@ class Engines:
     def compiles(self) -> bool:
         return self.first.pipe.options.runs.compiles
 
-    def most_padded(self, batches: Sequence[SplitPair]) -> SplitPair | None:
-        """The microbatch that grows most, until it has been compared; None where there are no buckets, or the batch
-        will be refused."""
-        if self.buckets is None or self.padding_is_compared:
-            return None
+    @property
+    def awaits_padding(self) -> bool:
+        """Whether a step may pad microbatches, and none that was padded has been compared: on all ranks, or on none."""
+        return self.buckets is not None and self.buckets.may_pad(self.compiles) and not self.padding_is_compared
+
+    def most_padded(self, batches: Sequence[SplitPair], call: str) -> tuple[int, SplitPair] | None:
+        """By how much the microbatch grows that grows most, and this microbatch. None: taking the batch will fail."""
+        assert self.buckets is not None, "asked before"
         try:
-            refuse_no_pairs(batches, "run_split")
+            refuse_no_pairs(batches, call)
             grown = [self.buckets.growth(self.first.pipe.signature, pair, self.compiles) for pair in batches]
-        except InputError:
+        except Exception:  # also of the user's `rounded`; the other ranks hear of it from the call that takes the batch
             return None
-        self.padding_is_compared = True
-        return batches[grown.index(max(grown))]
+        return max(grown), batches[grown.index(max(grown))]
 
     def evaluated_batch(self, batches: Sequence[SplitPair], call: str, *, as_they_are: bool = False) -> Batch:
         """As `split_batch`, to evaluate, for any number of microbatches. `as_they_are`: without padding."""

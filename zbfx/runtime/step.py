@@ -158,7 +158,7 @@ class Step:
         `[((inputs, targets), {}), ...]`. With on_new_shape="symbolic" or "recompile" their shapes may differ, and their
         number may be any; that of each replica, too (docs/unlike.md)."""
         with self.worker.alone():
-            self.compare_padding(batches)
+            self.compare_padding(batches, "run_split")
             apart = not self.worker.options.refuses_shapes
             return self.worker.trained(partial(self.worker.engines.split_batch, batches, "run_split"), apart=apart)
 
@@ -168,6 +168,7 @@ class Step:
         every rank. They come as to `run_split`, any number of them, of any shapes that it takes. Raises `InputError`
         for others, on all ranks alike."""
         with self.worker.alone():
+            self.compare_padding(batches, "evaluate_split")
             self.worker.settle_optimizer()
             self.worker.begin("evaluate_split", batch=True)
             take = partial(self.worker.engines.evaluated_batch, batches, "evaluate_split")
@@ -184,22 +185,30 @@ class Step:
         with self.worker.alone():
             self.worker.engines.plan_ahead(batches)
 
-    def compare_padding(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> None:
-        """Once, refuse buckets whose padding changes the loss of the microbatch that grows most."""
-        pair = self.worker.engines.most_padded(batches)
-        if pair is None:
+    def compare_padding(self, batches: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]], call: str) -> None:
+        """Refuse buckets whose padding changes the loss of the microbatch that grows most, on the first call on which
+        one grows on any rank. Where a rank cannot take its batch, nothing is compared: `call` refuses it, on all
+        ranks."""
+        engines = self.worker.engines
+        if not engines.awaits_padding:
             return
-        metrics, found = self.worker.metrics, list[Tensor]()
+        most = engines.most_padded(batches, call)
+        self.worker.begin(call)
+        grown = self.worker.guarded(lambda: self.worker.ranks.before_step(None if most is None else most[0]))
+        if most is None or None in grown or not any(grown):
+            return
+        pair, metrics, found = most[1], self.worker.metrics, list[Tensor]()
         for as_they_are in (True, False):
             self.worker.settle_optimizer()
             self.worker.begin("evaluate_split", batch=True)
-            take = partial(self.worker.engines.evaluated_batch, [pair], "run_split", as_they_are=as_they_are)
+            take = partial(self.worker.engines.evaluated_batch, [pair], call, as_they_are=as_they_are)
             loss = self.worker.run(*self.worker.admit(take, evaluation=True, apart=True)).loss
             assert loss is not None, "evaluations have a loss"
             found.append(loss)
         self.worker.metrics = metrics
         plain, padded = found
         refuse_padding(plain, padded, {parameter.dtype for parameter in self.worker.source.model.parameters()})
+        engines.padding_is_compared = bool(plain.isfinite())  # else it says nothing of padding
 
     @overload
     def evaluate(self, *args: Any, outputs: None = None, **kwargs: Any) -> Tensor: ...
