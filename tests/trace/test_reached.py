@@ -51,6 +51,7 @@ class Reading(nn.Module):
         self.outside = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)).eval().requires_grad_(False)]
         self.order, self.shift = [self.first, self.second], numpy.zeros(WIDTH)
         self.notes: list[Tensor] = []
+        self.terms = {"a": 0.0}  # read as a whole
 
     def activated(self, x: Tensor) -> Tensor:
         return torch.tanh(x) if self.act is Act.TANH else torch.sin(x)
@@ -60,7 +61,7 @@ class Reading(nn.Module):
             x = self.activated(layer(x)) * self.table["a"] * self.row[0]
         self.notes.append(x.detach())
         x = self.slope(x) * self.settings.scale * self.pair[0] + self.bias[0] + self.outside[0](x)
-        x = x + torch.from_numpy(self.shift)
+        x = x + torch.from_numpy(self.shift) + sum(self.terms.values())
         return x if self.extra is None else x * self.extra
 
 
@@ -140,7 +141,7 @@ CHANGES: dict[str, tuple[Callable[[Given], Any], str]] = {
     "object": (lambda g: put(2.0, "scale")(g.model.settings), "settings.scale was 1.0"),
     "another object": (lambda g: put(SimpleNamespace(scale=2.0), "settings")(g.model), "settings.scale was 1.0"),
     "dict": (lambda g: put(2.0, "a")(g.model.table), "table['a'] was 1.0"),
-    "key of a dict": (lambda g: put(2.0, "b")(g.model.table), "table['b'] was nothing"),
+    "key of a dict": (lambda g: put(2.0, "b")(g.model.terms), "terms['b'] was nothing"),
     "list": (lambda g: put(2.0, 0)(g.model.row), "row[0] was 1.0"),
     "tuple": (lambda g: put((2.0,), "pair")(g.model), "pair[0] was 1.0"),
     "enum": (lambda g: put(Act.SIN, "act")(g.model), "act was <Act.TANH: 1>"),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zbfx._torch.modules import own_buffers
 from zbfx.errors import InputError, listed
 from zbfx.modes import Modes
-from zbfx.trace.code_reads import attributes_read, own_classes
+from zbfx.trace.code_reads import attributes_read, own_classes, reads_reached
 from zbfx.trace.first_forward import OF_MODULES
 from zbfx.trace.left_behind import users_hooks
 from zbfx.trace.reached import Reached
@@ -235,6 +235,7 @@ def plain_attributes(module: nn.Module) -> Iterator[str]:
     """The names of the module's attributes that are numbers, texts or functions, and of the numbers and texts of its
     classes, as far as its code reads them."""
     own, read = vars(module), attributes_read(type(module))  # type: ignore[arg-type]
+    read |= reads_reached([own.get("forward"), *users_hooks(module)], ())
     names = [name for name, value in own.items() if isinstance(value, PLAIN) and name != "training"]
     inherited = {name: value for owner in reversed(own_classes(type(module))) for name, value in vars(owner).items()}
     names += [
@@ -242,7 +243,9 @@ def plain_attributes(module: nn.Module) -> Iterator[str]:
         for name, value in inherited.items()
         if name not in own and isinstance(value, NUMBERS) and not name.startswith("__")
     ]
-    return (name for name in names if name in read)
+    return (
+        name for name in names if name in read.attributes or (name in read.called and callable(getattr(module, name)))
+    )
 
 
 def same_objects(before: Collection[object], after: Collection[object]) -> bool:

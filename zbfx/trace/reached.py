@@ -12,91 +12,47 @@ Source  ours. `values_read.py` compares two functions by all that they read; thi
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from itertools import chain, repeat
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
-import torch
 from torch import Tensor, nn
 
 from zbfx._torch.modules import hook_tables, hooks_of_all_modules, original_of, part_tables
 from zbfx._transformers import UNREAD, WRITTEN_BY_SAVING
-from zbfx.trace.code_reads import attributes_read, attributes_set, own_classes
+from zbfx.trace.bytecode import NO_KEYS, Keys, Reads, both, reads_of, united
+from zbfx.trace.code_reads import (
+    attributes_read,
+    attributes_set,
+    is_called_by_syntax,
+    own_classes,
+    reads_reached,
+)
 from zbfx.trace.first_forward import OF_MODULES
 from zbfx.trace.left_behind import users_hooks
-from zbfx.trace.python_state import LEFT_OUT, code_names, is_of_torch, slot_names
+from zbfx.trace.python_state import LEFT_OUT, is_of_torch, slot_names
+from zbfx.trace.reached_values import (
+    LEAVES,
+    MOST_OF_ARRAY,
+    NOTHING,
+    ArrayRead,
+    PartOf,
+    TensorLayoutRead,
+    entry_at,
+    entry_of,
+    is_equal,
+    layout_read,
+)
 from zbfx.trace.values_read import held_in, is_installed
 
-MOST_OF_ARRAY = 1 << 14  # entries that are compared before each step
-MOST_OF_END = MOST_OF_ARRAY // 2
-LEAVES = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    slice,
-    range,
-    type(None),
-    Enum,
-    numpy.generic,
-    torch.dtype,
-    torch.device,
-)
-
-
-class TensorLayoutRead(NamedTuple):
-    """What a graph was made for of a tensor that it reads."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    requires_grad: bool
-
-    def __repr__(self) -> str:
-        return f"a tensor of {self.dtype} and shape {self.shape} with requires_grad={self.requires_grad}"
-
-
-class Nothing:
-    """In the place of a value that is not there."""
-
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-NOTHING = Nothing()
-
-
-class ArrayRead(NamedTuple):
-    """An array of numpy, which a graph holds a copy of: its values, or those of a large one's beginning and end."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    octets: bytes
-
-    @classmethod
-    def of(cls, array: Any) -> ArrayRead:
-        flat = array.reshape(-1)
-        read = array if array.size <= MOST_OF_ARRAY else numpy.concatenate([flat[:MOST_OF_END], flat[-MOST_OF_END:]])
-        return cls(str(array.dtype), array.shape, read.tobytes())
-
-    def __repr__(self) -> str:
-        return f"an array of {self.dtype} and shape {self.shape}"
-
-
-class PartOf(NamedTuple):
-    """A module, or a parameter or buffer, of the model or its loss."""
-
-    name: str
-
-    def __repr__(self) -> str:
-        return self.name or "the model"
+BY_KEYS = (dict, OrderedDict, defaultdict, Counter, list, tuple, deque)  # whose entries lie at keys, and there alone
+EVERYTHING: Mapping[str, Keys] = {}
+END = object()  # after the objects of a place: none of them may pass for one of the next
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,11 +79,11 @@ class Reached:
         in_model = frozenset(walk.values)
         tables = hooks_of_all_modules()
         walk.hooks("the hooks of all modules", [hook for table in tables for hook in table.values()], *tables)
-        names = frozenset[str]()
+        names = Reads()
         while not isinstance(loss_fn, nn.Module):
             further = Reaching(known, dict(walk.seen))
             further.value("loss_fn", loss_fn, names)
-            if further.found <= names:
+            if further.found | names == names:
                 walk.add(further)
                 break
             names |= further.found  # code that is reached may read more of what was seen before it
@@ -136,7 +92,7 @@ class Reached:
 
     def state(self) -> list[object]:
         """The objects that lie in the places of those that were found."""
-        return list(chain.from_iterable(place() for place in self.places))
+        return list(chain.from_iterable((*place(), END) for place in self.places))
 
     def change(self, now: Reached, constants: Collection[int], *, outside: bool) -> tuple[str, object, object] | None:
         """The first path at which something else lies now, with what was and is there. Of tensors, those of these ids
@@ -174,8 +130,8 @@ class Reaching:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)
     places: list[Callable[[], Iterable[object]]] = field(default_factory=list)
-    found: set[str] = field(default_factory=set)
-    globals_met: dict[int, set[str]] = field(default_factory=dict)  # names that were looked at, by the namespace
+    found: Reads = field(default_factory=Reads)
+    globals_met: dict[int, Mapping[str, Keys]] = field(default_factory=dict)  # what was looked at, by the namespace
 
     def add(self, other: Reaching) -> None:
         self.values |= other.values
@@ -188,37 +144,54 @@ class Reaching:
         out: a graph makes it anew in each step."""
         kind: Any = type(module)
         read, is_set, space = attributes_read(kind), attributes_set(kind), vars(module)
-        kept = [key for key in space if key in read and key not in OF_MODULES | UNREAD]
+        read |= reads_reached([space.get("forward"), *users_hooks(module)], ())
+        kept = [key for key in space if is_read(key, space[key], read) and key not in OF_MODULES | UNREAD]
         kept = [
             key for key in kept if not isinstance(space[key], Tensor) and (space[key] is not None or key not in is_set)
         ]
-        self.entries(f"{name}.".removeprefix("."), space, kept, read)
+        self.entries(f"{name}.".removeprefix("."), space, kept, read, read.attributes)
         self.hooks(f"the hooks of {name or 'the model'}", users_hooks(module), *hook_tables(module))
         self.methods(type(module), read)
 
-    def methods(self, owner: type, names: frozenset[str]) -> None:
-        """The functions of a module's classes."""
+    def methods(self, owner: type, names: Reads) -> None:
+        """The functions of a module's classes that calls of it reach."""
+        reached = names.names()
         for part in own_classes(owner):
             if id(part) not in self.seen:
                 self.seen[id(part)] = part
-                functions = [key for key, entry in vars(part).items() if isinstance(entry, FunctionType | property)]
+                functions = [
+                    key
+                    for key, entry in vars(part).items()
+                    if isinstance(entry, FunctionType | property) and (key in reached or is_called_by_syntax(key))
+                ]
                 self.entries(f"{part.__qualname__}.", vars(part), functions, names)
 
     def hooks(self, path: str, hooks: Sequence[Any], *tables: Mapping[Any, Any]) -> None:
         """The hooks in tables, but those of torch itself, such as counters and profilers have."""
         own = [hook for hook in hooks if not is_torchs(hook)]
-        self.rows(path, enumerate(own), lambda: chain.from_iterable(table.values() for table in tables), frozenset())
+        self.rows(path, enumerate(own), lambda: chain.from_iterable(table.values() for table in tables), Reads())
 
-    def entries(self, prefix: str, space: Mapping[str, Any], keys: Collection[str], names: frozenset[str]) -> None:
-        """What a namespace holds under these keys."""
+    def entries(
+        self,
+        prefix: str,
+        space: Mapping[str, Any],
+        keys: Collection[str],
+        names: Reads,
+        inner: Mapping[str, Keys] = EVERYTHING,
+    ) -> None:
+        """What a namespace holds under these keys; `inner` says what is read of collections there."""
         if keys:
             self.places.append(lambda: map(space.get, keys, repeat(NOTHING)))
             for key in keys:
                 if key in space:
-                    self.value(prefix + key, space[key], names)
+                    self.value(prefix + key, space[key], names, inner.get(key))
 
-    def value(self, path: str, value: Any, names: frozenset[str]) -> None:
+    def value(self, path: str, value: Any, names: Reads, keys: Keys = None) -> None:
+        """`keys` are those that are read if it is a collection."""
         value = original_of(value)
+        if keys is not None and type(value) in BY_KEYS:
+            self.at_keys(path, value, keys, names)
+            return
         if isinstance(value, LEAVES) or id(value) in self.known:
             self.values[path] = self.known[id(value)][0] if id(value) in self.known else value
             return
@@ -256,8 +229,12 @@ class Reaching:
                 self.value(path, value.__func__, names)
             case property():
                 self.value(path, value.fget, names)
+            case dict() | MappingProxyType() | list() | tuple() | deque() | set() | frozenset() if (
+                len(value) > MOST_OF_ARRAY
+            ):
+                pass  # it would cost more than steps
             case dict() | MappingProxyType():
-                self.rows(path, value.items(), value.values, names)
+                self.rows(path, value.items(), lambda: chain(value, value.values()), names)
             case list() | tuple() | deque():
                 self.rows(path, enumerate(value), lambda: value, names)
             case set() | frozenset():
@@ -266,12 +243,25 @@ class Reaching:
             case _ if not isinstance(value, LEFT_OUT) and not is_of_torch(kind):
                 self.space(f"{path}.", value, names)
 
+    def at_keys(self, path: str, table: Any, keys: frozenset[Any], names: Reads) -> None:
+        """The entries of a collection at these keys alone."""
+        if not keys:
+            return
+        if isinstance(table, list | tuple | deque):
+            places = [key for key in keys if isinstance(key, int)]
+            get = partial(entry_at, table)
+        else:
+            places, get = list(keys), partial(entry_of, table)
+        pairs = [(key, get(key)) for key in sorted(places, key=repr)]
+        held = [(key, entry) for key, entry in pairs if entry is not NOTHING]
+        self.rows(path, held, lambda: map(get, places), names)
+
     def rows(
         self,
         path: str,
         pairs: Iterable[tuple[Any, Any]],
         place: Callable[[], Iterable[Any]],
-        names: frozenset[str],
+        names: Reads,
         spelling: str = "{}[{!r}]",
     ) -> None:
         """The entries of a collection."""
@@ -282,76 +272,90 @@ class Reaching:
             self.owners[inner] = path
             self.value(inner, entry, names)
 
-    def function(self, function: FunctionType, names: frozenset[str]) -> None:
+    def function(self, function: FunctionType, names: Reads) -> None:
         """What a user's function holds, and what it names in its file and in other files of the user's."""
         if is_installed(function.__module__):
             return
         title, code, cells = f"{function.__qualname__}.", function.__code__, function.__closure__ or ()
-        named = code_names(code)
+        named = reads_of(code)
         self.found |= named
         names |= named
-        self.places.append(lambda: map(held_in, cells))
-        for key, cell in zip(code.co_freevars, cells, strict=True):
-            self.value(title + key, held_in(cell), names)
+        read = [pair for pair in zip(code.co_freevars, cells, strict=True) if pair[0] in named.cells]
+        self.places.append(lambda: [held_in(cell) for _, cell in read])
+        for key, cell in read:
+            self.value(title + key, held_in(cell), names, named.cells[key])
         self.places.append(lambda: (function.__defaults__, function.__kwdefaults__, function.__code__))
         self.value(f"{title}__defaults__", function.__defaults__ or (), names)
         self.value(f"{title}__kwdefaults__", function.__kwdefaults__ or {}, names)
-        self.globals(function.__module__, function.__globals__, names, named)
+        self.globals(function.__module__, function.__globals__, names, named.globals, named)
 
-    def globals(self, title: str, space: Mapping[str, Any], names: frozenset[str], named: frozenset[str]) -> None:
-        met = self.globals_met.setdefault(id(space), set())
-        keys = sorted((named - met) & space.keys())
-        met |= named
-        modules = [space[key] for key in keys if isinstance(space[key], ModuleType)]
-        self.entries(f"{title}.", space, [key for key in keys if not isinstance(space[key], ModuleType)], names)
+    def globals(
+        self, title: str, space: Mapping[str, Any], names: Reads, wanted: Mapping[str, Keys], named: Reads
+    ) -> None:
+        """What a file holds under these names, and what a function that reads `named` reads of files there."""
+        met = self.globals_met.setdefault(id(space), {})
+        keys = [
+            key
+            for key in sorted(wanted.keys() & space.keys())
+            if key not in met or united(met[key], wanted[key]) != met[key]
+        ]
+        self.globals_met[id(space)] = both(met, wanted)
+        modules = [space[key] for key in sorted(wanted.keys() & space.keys()) if isinstance(space[key], ModuleType)]
+        self.entries(f"{title}.", space, [key for key in keys if not isinstance(space[key], ModuleType)], names, wanted)
         for module in modules:
-            if not is_installed(module.__name__) and id(module) not in self.seen:
-                self.seen[id(module)] = module
-                self.globals(module.__name__, vars(module), names, named)
+            inner = {key: named.attributes.get(key) for key in named.names() & vars(module).keys()}
+            inner = {key: keys for key, keys in inner.items() if is_read(key, vars(module)[key], named)}
+            met = self.globals_met.get(id(vars(module)), {})
+            if not is_installed(module.__name__) and both(met, inner) != met:
+                self.globals(module.__name__, vars(module), names, inner, named)
 
-    def space(self, prefix: str, value: Any, names: frozenset[str]) -> None:
+    def space(self, prefix: str, value: Any, names: Reads) -> None:
         """The attributes of an object, or of a class, that are named, and the methods that calls of it run."""
         kind: Any = type(value)
         own = {} if isinstance(value, type) else getattr(value, "__dict__", {})
         left_out = UNREAD | WRITTEN_BY_SAVING if is_installed(kind.__module__) else UNREAD
-        keys = [key for key in own if key in names and key not in left_out]
+        keys = [key for key in own if key not in left_out and is_read(key, own[key], names)]
         self.owners |= {prefix + key: prefix for key in keys} | {prefix: prefix}
-        self.places.append(lambda: [key for key in own if key in names])
-        self.entries(prefix, own, keys, names)
-        if slots := [key for key in slot_names(kind) if key in names and hasattr(value, key)]:
+        self.places.append(lambda: [key for key in own if is_read(key, own[key], names)])
+        self.entries(prefix, own, keys, names, names.attributes)
+        if slots := [key for key in slot_names(kind) if key in names.attributes and hasattr(value, key)]:
             self.places.append(lambda: map(getattr, repeat(value), slots))
             for key in slots:
-                self.value(prefix + key, getattr(value, key), names)
+                self.value(prefix + key, getattr(value, key), names, names.attributes[key])
         for part in (value if isinstance(value, type) else kind).__mro__:
             if not is_installed(part.__module__):
-                called = names | {"__call__", "__getattr__"}
-                keys = [key for key, entry in vars(part).items() if key in called and not is_slot(entry)]
-                self.entries(f"{part.__qualname__}.", vars(part), keys, names)
+                called = names.names() | {"__call__", "__getattr__"}
+                keys = [
+                    key
+                    for key, entry in vars(part).items()
+                    if key in called and not is_slot(entry) and (key not in names.names() or is_read(key, entry, names))
+                ]
+                self.entries(f"{part.__qualname__}.", vars(part), keys, names, names.attributes)
 
-    def module(self, path: str, module: nn.Module, names: frozenset[str]) -> None:
+    def module(self, path: str, module: nn.Module, names: Reads) -> None:
         """A module outside of the model."""
         kind: Any = type(module)
         read, space = attributes_read(kind) if is_installed(kind.__module__) else names, vars(module)
-        wanted = (read | {"forward"}) - OF_MODULES - UNREAD
-        kept = ["training", *(key for key in space if key in wanted)]
-        self.entries(f"{path}.", space, kept, frozenset(read))
+        left_out = OF_MODULES | UNREAD
+        wanted = [key for key in space if is_called_by_syntax(key) or is_read(key, space[key], read)]
+        kept = [key for key in wanted if key not in left_out]
+        self.entries(f"{path}.", space, ["training", *kept], read, read.attributes)
         for table in part_tables(module):
             self.rows(path, table.items(), table.values, names, "{}.{}")
         self.hooks(f"the hooks of {path}", users_hooks(module), *hook_tables(module))
         self.methods(type(module), names)
 
 
+def is_read(name: str, value: object, reads: Reads) -> bool:
+    """Whether code reads an attribute: of one that is only called, numbers, collections and tensors are others of the
+    same name, as `log` may be."""
+    if name in reads.attributes:
+        return reads.attributes[name] != NO_KEYS or type(value) not in BY_KEYS
+    return name in reads.called and not isinstance(value, (*LEAVES, *BY_KEYS, Tensor, numpy.ndarray))
+
+
 def is_slot(entry: object) -> bool:
     return isinstance(entry, MemberDescriptorType)
-
-
-def layout_read(tensor: Tensor) -> TensorLayoutRead:
-    return TensorLayoutRead(tensor.dtype, tuple(tensor.shape), tensor.requires_grad)
-
-
-def is_equal(before: object, after: object) -> bool:
-    """Whether two values are one, or equal and of one type."""
-    return before is after or (type(before) is type(after) and bool(before == after))  # no tensor is a value
 
 
 def is_torchs(hook: Any) -> bool:
