@@ -101,7 +101,12 @@ def place_like(
     than its owners: an owner then makes a copy of it to pass on. In evaluation, models only read what training writes.
     What the model computes ahead of its layers, of inputs and buffers alone, is computed where it is first read. Raises
     `ZbfxError` if no such stage is left for a node."""
-    joint = lowered(joint)
+    return placed_by_reads(lowered(joint), owners, stage_count, loss_stage)
+
+
+def placed_by_reads(
+    joint: Joint, owners: Mapping[str, frozenset[int]], stage_count: int, loss_stage: int | None
+) -> Placed:
     line = line_up(joint)
     ports = joint.input_ports()
     losses = joint.outputs_of(Role.LOSS)
@@ -113,7 +118,7 @@ def place_like(
         for name in sorted(tensor_names_read(node, line, ports) & owners.keys()):
             later = [owner for owner in owners[name] if owner >= stage]
             if not later and (passing := passed_on(joint, name, line.forward[bisect_right(stages, max(owners[name]))])):
-                return place_like(passing, owners, stage_count, loss_stage)
+                return placed_by_reads(passing, owners, stage_count, loss_stage)
             if not later:
                 raise ZbfxError(
                     f"the model runs its parts in another order than when it was compiled: {name}, of stage "
