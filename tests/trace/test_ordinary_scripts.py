@@ -24,8 +24,10 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.history, self.stats, self.logged, self.last = nn.Linear(2, 2), [0.0], {"best": 1.0}, {}, 0.0
-        self.flags, self.scales, self.nested = {"tanh": True, "unread": 0}, [1.0, 2.0], {"logs": {}, "scale": 1.0}
+        self.layer, self.history, self.stats, self.last = nn.Linear(2, 2), [0.0], {"best": 1.0}, 0.0
+        self.flags, self.scales = {"tanh": True, "unread": 0}, [1.0, 2.0]
+        self.logged: dict[str, float] = {}
+        self.nested: dict[str, Any] = {"logs": {}, "scale": 1.0}
 
     def forward(self, x: Tensor) -> Tensor:
         self.stats["rows"] = len(x)
@@ -52,7 +54,8 @@ class Net(nn.Module):
 
 class Trainer:
     def __init__(self) -> None:
-        self.metrics, self.smoothing, self.log = {"lr": 0.1}, 0.1, [0.0]
+        self.smoothing, self.log = 0.1, [0.0]
+        self.metrics: dict[str, Any] = {"lr": 0.1}
 
     def loss(self, out: Tensor, target: Tensor) -> Tensor:
         found = F.cross_entropy(out.softmax(-1).log(), target, label_smoothing=self.smoothing)
@@ -106,7 +109,7 @@ def writing_hook() -> tuple[nn.Module, dict[str, int]]:
     return net, found
 
 
-Case = tuple[Callable[[], tuple[nn.Module, Any]], Callable[[nn.Module, Any], Any]]
+Case = tuple[Callable[[], tuple[nn.Module, Any]], Callable[[Any, Any], Any]]
 FREE: dict[str, Case] = {
     "a method that trains": (lambda: (Net(), of_names), lambda net, _: net.fit()),  # type: ignore[operator]
     "a global named in a text": (lambda: (Net(), of_names), lambda *_: put(globals(), "loss", 1.0)),
@@ -122,7 +125,7 @@ FREE: dict[str, Case] = {
     "written in a table of a table": (lambda: (Net(), of_names), lambda net, _: put(net.nested["logs"], "rows", 3)),
     "another place": (lambda: (Net(), of_names), lambda net, _: put(net.scales, 1, 3.0)),
 }
-REFUSED: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], Callable[[nn.Module, Any], Any], str]] = {
+REFUSED: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], Callable[[Any, Any], Any], str]] = {
     "a key": (lambda: (Net(), of_config), lambda *_: put(config, "smoothing", config["smoothing"] + 0.1), "smoothing"),
     "a place": (lambda: (Net(), of_names), lambda net, _: put(net.scales, 0, 3.0), r"scales\[0\] was 1\.0"),
     "of a table": (lambda: (Net(), of_names), lambda net, _: put(net.nested, "scale", 3.0), r"nested\['scale'\]"),
