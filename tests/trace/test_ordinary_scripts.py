@@ -111,7 +111,7 @@ def writing_hook() -> tuple[nn.Module, dict[str, int]]:
 
 Case = tuple[Callable[[], tuple[nn.Module, Any]], Callable[[Any, Any], Any]]
 FREE: dict[str, Case] = {
-    "a method that trains": (lambda: (Net(), of_names), lambda net, _: net.fit()),  # type: ignore[operator]
+    "a method that trains": (lambda: (Net(), of_names), lambda net, _: net.fit()),
     "a global named in a text": (lambda: (Net(), of_names), lambda *_: put(globals(), "loss", 1.0)),
     "a global named as a method": (lambda: (Net(), of_names), lambda *_: put(globals(), "mean", mean + 1.0)),
     "another key": (lambda: (Net(), of_config), lambda *_: put(config, "seen", config["seen"] + 1)),
@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], Callable[[Any, Any
     "of a table": (lambda: (Net(), of_names), lambda net, _: put(net.nested, "scale", 3.0), r"nested\['scale'\]"),
     "keys": (
         lambda: (Net(), of_names),
-        lambda net, _: put(net.flags, "relu", net.flags.pop("tanh")),  # type: ignore[operator, union-attr]
+        lambda net, _: put(net.flags, "relu", net.flags.pop("tanh")),
         r"flags\['tanh'\] was True",
     ),
     "an attribute of the loss": (
