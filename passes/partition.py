@@ -132,14 +132,13 @@ def placed_by_reads(
 def lowered(joint: Joint) -> Joint:
     """A copy of the joint graph in which what is made of inputs, constants, and buffers that the graph only reads comes
     right before the first node that reads it."""
-    written = {port.name for port in joint.outputs if port.role is Role.BUFFER_UPDATE}
-    ports, results, calls = joint.input_ports(), set(joint.output_values), set(joint.graph.nodes)
+    ports, results = joint.input_ports(), {joint.graph.output_node(), *joint.output_values}
+    named = {port.name: node for node, port in ports.items()}
     free = {node for node, port in ports.items() if port.role in (Role.INPUT, Role.CONSTANT, Role.BUFFER)}
-    free -= {node for node, port in ports.items() if {port.name} & written}
-    calls -= {*ports, joint.graph.output_node()}
+    free -= {named.get(port.name) for port in joint.outputs if port.role is Role.BUFFER_UPDATE}
     movable = list[fx.Node]()
     for node in joint.graph.nodes:
-        if node in calls and free.issuperset(node.all_input_nodes) and not is_random(node):
+        if node not in ports and free.issuperset(node.all_input_nodes) and not is_random(node):
             free.add(node)
             movable += [node] if node.users and node not in results else []
     graph = copy_graph(joint.graph)

@@ -21,11 +21,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from zbfx import optim, passes
-    from zbfx.compiling import compile
     from zbfx.gradient_check import Report, check
+    from zbfx.handle import Pipeline
     from zbfx.loaded import load_plan
     from zbfx.metrics import Metric
-    from zbfx.pipeline import Pipeline
+    from zbfx.pipeline import compile
     from zbfx.runtime.buckets import Buckets
     from zbfx.user_pass import Pass
 
@@ -61,8 +61,8 @@ WITH_TORCH = {  # where each name comes from that brings torch; None: it is a mo
     "Buckets": "zbfx.runtime.buckets",
     "Metric": "zbfx.metrics",
     "Pass": "zbfx.user_pass",
-    "Pipeline": "zbfx.pipeline",
-    "compile": "zbfx.compiling",
+    "Pipeline": "zbfx.handle",
+    "compile": "zbfx.pipeline",
     "load_plan": "zbfx.loaded",
     "Report": "zbfx.gradient_check",
     "check": "zbfx.gradient_check",

@@ -123,7 +123,7 @@ def solve_asked(options: argparse.Namespace) -> Schedule:
 
 
 def compiled_model(options: argparse.Namespace) -> Any:
-    from zbfx.compiling import compile
+    from zbfx.pipeline import compile
 
     tell("compiling")
     return compile(**model_arguments(options))

@@ -13,9 +13,9 @@ from torch import nn
 
 from zbfx._torch.compiling import uncompiled
 from zbfx.comm.together import telling
+from zbfx.handle import Pipeline
 from zbfx.modes import Modes, uncollected
 from zbfx.options import checked_device, checked_model
-from zbfx.pipeline import Pipeline
 from zbfx.plans.saved import load_saved
 from zbfx.program.boxed import Compiler
 from zbfx.trace.guard import Guard, Source

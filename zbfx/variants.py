@@ -295,9 +295,12 @@ def forward_only(joint: Joint) -> Joint:
     """The joint graph without its backward. What the user asks for may be detached after it, and belongs to the forward
     all the same."""
     graph = copy_graph(joint.graph)
-    dropped = {Role.GRADIENT: True, Role.OUTPUT: False}
     ends = zip(joint.output_values, joint.outputs, strict=True)
-    kept = [k for k, (v, port) in enumerate(ends) if not dropped.get(port.role, v.meta.get("is_backward"))]
+    kept = [
+        k
+        for k, (value, port) in enumerate(ends)
+        if port.role is Role.OUTPUT or not (port.role is Role.GRADIENT or value.meta.get("is_backward"))
+    ]
     output = graph.output_node()
     output.args = (tuple(output.args[0][k] for k in kept),)  # type: ignore[index]
     graph.eliminate_dead_code()

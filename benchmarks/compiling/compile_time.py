@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import zbfx
 import zbfx.candidate
 import zbfx.compiled
-import zbfx.compiling
+import zbfx.pipeline
 from benchmarks.gpt import CONFIGS, GPT, next_token_loss
 from benchmarks.report import append_row, environment
 
@@ -83,8 +83,8 @@ CASES = {
 }
 # Column -> where `compile` finds the function that takes the step.
 STEPS = {
-    "trace": (zbfx.compiling, "trace"),
-    "canonicalize": (zbfx.compiling, "canonical"),
+    "trace": (zbfx.pipeline, "trace"),
+    "canonicalize": (zbfx.pipeline, "canonical"),
     "partition": (zbfx.candidate, "partition"),
     "split": (zbfx.candidate, "divided"),
     "extract": (zbfx.candidate, "extracted"),

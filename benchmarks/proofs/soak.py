@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zbfx
-import zbfx.compiling  # before processes are forked
+import zbfx.pipeline  # before processes are forked
 from benchmarks.proofs.fault_matrix import forked, reaped, serve
 from zbfx.optim import PostValidated
 from zbfx.testing import faults

@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import zbfx
-import zbfx.compiling  # before processes are forked
+import zbfx.pipeline  # before processes are forked
 from benchmarks.proofs.fault_matrix import LIMIT_S, forked, reaped, serve
 from zbfx.testing import faults
 

@@ -33,7 +33,7 @@ from benchmarks.report import append_row, environment
 from benchmarks.throughput.families import FAMILIES, TINY, Family
 from benchmarks.throughput.phases import PRECISIONS, mode, typed
 from benchmarks.throughput.timeline import rank_rows
-from zbfx.pipeline import Pipeline
+from zbfx.handle import Pipeline
 
 SYSTEMS = ("plain", "ddp", "fsdp", "zbfx")
 MAX_NORM, RATE = 1.0, 1e-4

@@ -57,7 +57,7 @@ def key(problem: Problem, **options: Any) -> str:
         raise KeyError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zbfx.compiling.plan_cache", noted)
+        patch.setattr("zbfx.pipeline.plan_cache", noted)
         with pytest.raises(KeyError):
             compiled(problem, **{"stages": 2, "microbatches": 4, "cache": found_folder, **options})
     return str(found[0].key)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-import zbfx.compiling
+import zbfx.pipeline
 from tests.support.models import mlp
 from tests.support.reference import compiled
 from zbfx.optim import PostValidated
@@ -67,7 +67,7 @@ def in_compile(rank: int) -> dict[str, dict[str, Any]]:
     stages: Any = "two" if rank == 1 else 2
     found = {"arguments": outcome(partial(compiled, mlp(3), stages, 3))}
     for name in COMPILE[1:]:
-        with faults.injected(faults.Raise(), place(name, zbfx.compiling, name), rank=1):
+        with faults.injected(faults.Raise(), place(name, zbfx.pipeline, name), rank=1):
             found[name] = outcome(partial(compiled, mlp(3), 2, 3))
     found["right"] = outcome(lambda: compiled(mlp(3), 2, 3))
     return found

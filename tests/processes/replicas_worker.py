@@ -173,7 +173,7 @@ def from_a_plan_on_disk(rank: int, make: Maker) -> Compiled:
     dist.barrier()
     (file,) = folder.iterdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zbfx.compiling.trace", None)
+        patch.setattr("zbfx.pipeline.trace", None)
         pipe = compiled(part(whole, 0, 2), 2, M, schedule="zb-h1", cache=folder)
     loaded = zbfx.load_plan(file, whole.model, whole.loss_fn)
     assert [program.code for program in loaded.programs] == [program.code for program in pipe.programs]

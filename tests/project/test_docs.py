@@ -332,7 +332,7 @@ def test_files_exist() -> None:
 
 
 def test_the_tree_of_files_exists() -> None:
-    (tree,) = (block for block in blocks("docs/architecture.md", "text") if "compiling.py" in block)
+    (tree,) = (block for block in blocks("docs/architecture.md", "text") if "candidate.py" in block)
     owner, listed = "", []
     for line in tree.splitlines():
         top, name = re.match(r"(\S*)\s+([\w.]+/?)?", line).groups()  # type: ignore[union-attr]
@@ -340,7 +340,7 @@ def test_the_tree_of_files_exists() -> None:
         listed += [owner, *([owner + name] if name and (name.endswith((".py", ".md", "/"))) else [])]
         listed += [owner + other for other in re.findall(r"[:;] (\w+\.py):", line)]
     assert [path for path in set(listed) if not (ROOT / path).exists()] == []
-    assert {"zbfx/compiling.py", "zbfx/candidate.py", "zbfx/costs/", "docs/"} <= set(listed)
+    assert {"zbfx/pipeline.py", "zbfx/candidate.py", "zbfx/costs/", "docs/"} <= set(listed)
 
 
 def test_schedules_exist() -> None:

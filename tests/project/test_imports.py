@@ -41,7 +41,7 @@ print(zbfx.compile.__module__, "torch" in sys.modules)
 import zbfx.gradient_check, zbfx.optim
 print(zbfx.check is zbfx.gradient_check.check, zbfx.optim.PostValidated.__name__, zbfx.passes.__name__)
 """
-    assert lines_of(code) == ["False True", "zbfx.compiling True", "True PostValidated zbfx.passes"]
+    assert lines_of(code) == ["False True", "zbfx.pipeline True", "True PostValidated zbfx.passes"]
 
 
 def test_a_name_that_zbfx_does_not_have_is_said() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-import zbfx.compiling
+import zbfx.pipeline
 import zbfx.variants
 from zbfx._torch.modules import hook_tables
 from zbfx._torch.operators import group_arguments, waited
@@ -61,7 +61,7 @@ def trace_once(patch: pytest.MonkeyPatch, known: Known) -> None:
             vars(sizes).update(vars(found.sizes))
         return over(found.joint, dict(zip(found.groups, groups, strict=True))), found.signature
 
-    patch.setattr(zbfx.compiling, "trace", remembered)
+    patch.setattr(zbfx.pipeline, "trace", remembered)
     patch.setattr(zbfx.variants, "trace", remembered)
 
 

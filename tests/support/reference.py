@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-import zbfx.compiling
+import zbfx.pipeline
 from tests.support.models import Maker, Problem
 from zbfx.costs import estimate
 from zbfx.graphs import Joint, Placed, Stage
@@ -92,7 +92,7 @@ def one_trace(found: MutableMapping[nn.Module, Any] | None = None) -> Iterator[N
     """Inside, `zbfx.compile` traces a model once, whatever else it is asked for: its example stays as it is. `found`
     keeps traces from one such context to the next."""
     found = {} if found is None else found
-    traced = vars(zbfx.compiling)["trace"]  # perhaps known from a model like it: known_traces.py
+    traced = vars(zbfx.pipeline)["trace"]  # perhaps known from a model like it: known_traces.py
 
     def remembered(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if model not in found:
@@ -100,7 +100,7 @@ def one_trace(found: MutableMapping[nn.Module, Any] | None = None) -> Iterator[N
         return found[model]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zbfx.compiling.trace", remembered)
+        patch.setattr("zbfx.pipeline.trace", remembered)
         yield
 
 

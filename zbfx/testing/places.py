@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import zbfx.compiling
+import zbfx.pipeline
 import zbfx.runtime.bind
 from zbfx.comm.channels import Channels
 from zbfx.plan import Action, Kind
@@ -93,4 +93,4 @@ BATCH = place("batch", Engine, "with_data")  # a batch that was cut into microba
 OPTIMIZER = Spot("optimizer", hold_optimizers)  # before the step of an optimizer of torch
 SAVE = place("save", FileSystemWriter, "write_data")  # the tensors of a checkpoint, onto the disk
 BIND = place("bind", zbfx.runtime.bind, "prepare")  # while other ranks wait in bind
-COMPILE = place("compile", zbfx.compiling, "fit")  # while other ranks wait in compile
+COMPILE = place("compile", zbfx.pipeline, "fit")  # while other ranks wait in compile

@@ -96,8 +96,7 @@ class Reached:
 
     def change(self, now: Reached, constants: Collection[int], *, outside: bool) -> tuple[str, object, object] | None:
         """The first path at which something else lies now, with what was and is there. Of tensors, those of these ids
-        count, which graphs read. `outside`: in other places
-        than the model's modules."""
+        count, which graphs read. `outside`: in other places than the model's modules."""
         left_out = self.in_model | now.in_model if outside else frozenset()
         for path, before in self.values.items():
             if path in left_out:

@@ -265,7 +265,7 @@ def times_taken(task: Any, words: Any, times: Any, trial: Any) -> Any:
     groups, lengths, indexes, _, _, _ = words
     starts, start_of, end_of = times
     new_starts, _, _, _, _, first, _, _, _, _ = trial
-    count, m = len(ticks) // 4, m
+    count = len(ticks) // 4
     for rank in range(len(lengths)):
         for x in range(first[rank], lengths[rank]):
             start, group = new_starts[rank, x], groups[rank, x]
@@ -281,7 +281,7 @@ def longest_path(task: Any, words: Any, times: Any, state: Any, path: Any) -> An
     m, ticks, _, _, first_source, sources, lags, placement, _ = task
     groups, lengths, indexes, _, _, _ = words
     starts, start_of, end_of = times
-    count, m = len(ticks) // 4, m
+    count = len(ticks) // 4
     rank, longest = 0, -1
     for other in range(len(lengths)):
         x = lengths[other] - 1

@@ -73,9 +73,8 @@ def arrival(lists: Any, ends: Any, done: Any, group: Any) -> Any:
 def chosen(lists: Any, choices: Any, ends: Any, done: Any, held: Any, last_kind: Any, rank: Any, now: Any) -> Any:
     """The group that `rank` runs next, or -1 to wait."""
     m, ticks, grows, room, limits, _, first_stage, stages, _, _, _, _, _, _ = lists
-    m, p, count = m, len(limits), len(room)
+    p, count = len(limits), len(room)
     hold, cap, patience, alternate, recycle, turn = choices
-    grows, room = grows, room
     allowed = limits[rank] - held[rank]
     next_arrival = NOT_KNOWN
     forward = backward = weight = -1
@@ -130,7 +129,7 @@ def rule_listed(lists: Any, choices: Any, stop_at: Any, orders: Any, lengths: An
     """Fills `orders`, a row of codes per rank, and `lengths`. Gives the cost in ticks, -1 where the rule gets stuck or
     costs `stop_at` or more."""
     m, ticks, grows, room, limits, work, _, _, _, _, _, first_receiver, receivers, receiver_lags = lists
-    m, p, count = m, len(limits), len(room)
+    p, count = len(limits), len(room)
     ends = np.zeros((W * count, m), np.int64)
     done, held, last_kind = np.zeros(3 * count, np.int64), np.zeros(p, np.int64), np.zeros(p, np.int64)
     clocks, first, spare = np.zeros(p, np.int64), np.full(p, -1), np.zeros(p, np.int64)
